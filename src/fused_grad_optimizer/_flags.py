@@ -1,0 +1,68 @@
+"""Which parameters were left untouched because their gradient was not finite, learnt without waiting for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+
+class SkipFlags:
+    """One int32 flag for each parameter and device, set by the finite check and read by the step kernels.
+
+    At the end of a pass the flags are copied to pinned memory; the next pass reads them, when that copy is long done.
+    On the CPU they are known at once.
+
+    Attributes:
+        counts: skipped updates by parameter index.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self._flags: dict[torch.device, torch.Tensor] = {}
+        self._host: set[int] = set()
+        self._pending: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def begin(self) -> None:
+        for flags in self._flags.values():
+            flags.zero_()
+
+    def of(self, index: int, device: torch.device) -> torch.Tensor:
+        """The flag (int32, one element, 0 at the start of a pass) of a parameter."""
+        flags = self._flags.get(device)
+        if flags is None or flags.numel() <= index:
+            grown = torch.zeros(max(64, 2 * (index + 1)), dtype=torch.int32, device=device)
+            if flags is not None:
+                grown[: flags.numel()] = flags
+            self._flags[device] = flags = grown
+        return flags[index]
+
+    def skipped_on_host(self, index: int) -> None:
+        self._host.add(index)
+
+    @property
+    def known(self) -> bool:
+        """Whether there are skips that the host knows already."""
+        return bool(self._host)
+
+    def end(self) -> None:
+        for device, flags in self._flags.items():
+            if device.type == "cuda":
+                copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+                copy.copy_(flags, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                self._pending.append((copy, event))
+
+    def collect(self) -> dict[int, str]:
+        """Skips since the last call: parameter index -> "host" or "device" (the step count must go back by one)."""
+        found = dict.fromkeys(self._host, "host")
+        self._host = set()
+        pending, self._pending = self._pending, []
+        for flags, event in pending:
+            event.synchronize()
+            if bool(flags.any()):
+                for index in flags.nonzero().flatten().tolist():
+                    found.setdefault(index, "device")
+        self.counts.update(found.keys())
+        return found

@@ -1,0 +1,106 @@
+"""What an optimizer keeps for each parameter, the checks at the door, and the views kernels work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
+from fused_grad_optimizer.kernels import Gradient
+from fused_grad_optimizer.modules._registry import owner_of
+from fused_grad_optimizer.storage import weight_storage
+
+
+@dataclass
+class ParameterRecord:
+    """Per-parameter bookkeeping that is not optimizer state.
+
+    Attributes:
+        name: for messages.
+        index: position among all parameters of the optimizer; chooses the random bits of stochastic rounding.
+        applied: the sentinel put into `.grad` after an update in backward.
+        hook: handle of the post-accumulate-grad hook.
+    """
+
+    name: str
+    index: int
+    applied: AppliedGrad | None = None
+    hook: Any = None
+    said: set[str] = field(default_factory=set)
+
+
+def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, optimizer: Any) -> None:
+    """Refuse what cannot be stepped, naming it.
+
+    Raises:
+        ValueError: an unsupported class, dtype or layout, or a parameter that another live optimizer here owns.
+    """
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ValueError(f"{name} is not initialised yet: run a forward before making the optimizer")
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):
+        raise ValueError(f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)")
+    if parameter.layout != torch.strided:
+        raise ValueError(f"{name} has layout {parameter.layout}; only strided parameters are offered")
+    if parameter.device.type == "meta":
+        raise ValueError(f"{name} is on the meta device: give it memory (to_empty, load a checkpoint) first")
+    if parameter.is_floating_point() or parameter.requires_grad:
+        try:
+            weight_storage(parameter.dtype, weight)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if not _is_dense(parameter):
+        raise ValueError(f"{name} has strides {parameter.stride()} that overlap or leave gaps; make it contiguous")
+    owner = owner_of(parameter)
+    if owner is not None and owner is not optimizer:
+        raise ValueError(
+            f"{name} is already stepped by another FusedOptimizer; call release() on that one, or delete it, first"
+        )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether some order of the dimensions makes the tensor contiguous."""
+    order = storage_order(tensor)
+    return order is None or tensor.permute(order).is_contiguous()
+
+
+def check_gradient(grad: torch.Tensor, name: str) -> None:
+    if grad.layout != torch.strided:
+        raise ValueError(f"the gradient of {name} is {grad.layout}; set sparse=False on its module")
+
+
+def storage_order(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """The permutation of dimensions that makes the parameter contiguous (channels_last weights), None if it is."""
+    if parameter.is_contiguous():
+        return None
+    return tuple(sorted(range(parameter.dim()), key=lambda d: (-parameter.stride(d), d)))
+
+
+def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """A [rows, columns] view of a parameter or state; a view of the gradient, or a copy in that order."""
+    if order is not None:
+        tensor = tensor.permute(order)
+    if tensor.dim() == 0:
+        return tensor.reshape(1, 1)
+    return tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0)
+
+
+def gradient_of(
+    parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None, maximize: bool
+) -> Gradient:
+    """The gradient in the form kernels take; negated for `maximize`."""
+    if isinstance(grad, FactoredGrad):
+        if maximize:
+            grad = -grad
+        if order is None:
+            return grad.gradient()
+        grad = grad.to_dense(torch.float32 if grad.dtype != torch.float64 else None)
+    elif maximize:
+        grad = -grad
+    return Gradient([], [], dense=matrix_view(grad, order).contiguous())
+
+
+def finite_operands(grad: torch.Tensor) -> list[torch.Tensor]:
+    return grad.operands() if isinstance(grad, FactoredGrad) else [grad.contiguous()]

@@ -1,0 +1,1 @@
+"""What `forge train` does, one concept a file."""

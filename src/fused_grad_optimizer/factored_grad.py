@@ -1,0 +1,475 @@
+"""`FactoredGrad`: a weight gradient kept as its factors, `scale * (sum_i dY_i^T X_i + rows) + dense`.
+
+It is a `torch.Tensor` of the weight's shape and dtype that autograd, clipping and loss scaling handle as they handle any
+gradient, but no GEMM has run and no [N, K] tensor exists. Joining two of them joins their lists; a multiplication by a
+scalar, on the device or not, changes one 0-d scale and waits for nothing. Operations it does not know turn it into an
+ordinary dense gradient once, with a warning that names the operation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fused_grad_optimizer import ops
+from fused_grad_optimizer.kernels import Gradient
+from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
+
+aten = torch.ops.aten
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+# Elements of the piece of gradient that norms and checks form and drop, one at a time.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def _unit_stride(t: torch.Tensor) -> torch.Tensor:
+    """`t` [T, features] with a unit last stride, as the kernels need it; a copy only for expanded or strided inputs."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 and t.is_contiguous() else t.contiguous()
+
+
+class FactoredGrad(torch.Tensor):
+    """The gradient of a weight [N, K] as a list of factors.
+
+    Attributes:
+        pairs: `(dY [T, N], X [T, K])` for each use of the weight in a linear layer.
+        rows: `(ids [T], dY [T, K])` for each use of the weight as an embedding.
+        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None.
+
+    Example:
+        >>> dy, x = torch.ones(3, 2), torch.ones(3, 4)
+        >>> g = FactoredGrad((2, 4), torch.float32, pairs=[(dy, x)])
+        >>> g.mul_(0.5).to_dense()[0, 0].item(), round(g.norm().item(), 4)
+        (1.5, 4.2426)
+    """
+
+    pairs: list[Pair]
+    rows: list[Pair]
+    dense: torch.Tensor | None
+    _scale: float | torch.Tensor
+    _versions: list[tuple[torch.Tensor, int]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape,
+        dtype: torch.dtype,
+        *,
+        pairs: list[Pair] | None = None,
+        rows: list[Pair] | None = None,
+        dense: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> FactoredGrad:
+        if device is None:
+            source = [t for pair in (pairs or []) for t in pair] + [dy for _, dy in (rows or [])]
+            device = source[0].device if source else (dense.device if dense is not None else torch.device("cpu"))
+        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self.pairs = [(_unit_stride(dy), _unit_stride(x)) for dy, x in (pairs or [])]
+        self.rows = list(rows or [])
+        self.dense = dense
+        self._scale = 1.0
+        self._versions = [(t, t._version) for pair in self.pairs for t in pair if not t.is_inference()]
+        return self
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    # -- what it holds ---------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        tokens = sum(dy.shape[0] for dy, _ in self.pairs)
+        parts = [f"shape={tuple(self.shape)}", f"dtype={self.dtype}", f"pairs={len(self.pairs)}", f"tokens={tokens}"]
+        if self.rows:
+            parts.append(f"embedding_rows={sum(ids.numel() for ids, _ in self.rows)}")
+        if self.dense is not None:
+            parts.append("dense part")
+        return f"FactoredGrad({', '.join(parts)})"
+
+    def factor_bytes(self) -> int:
+        """Bytes of all factors (a factor shared with another weight's gradient counts in both)."""
+        return sum(t.numel() * t.element_size() for pair in (*self.pairs, *self.rows) for t in pair)
+
+    def operands(self) -> list[torch.Tensor]:
+        """Every floating tensor of the gradient: it is finite when these are."""
+        tensors = [t for pair in self.pairs for t in pair] + [dy for _, dy in self.rows]
+        return tensors + [t for t in (self.dense, self._scale) if isinstance(t, torch.Tensor)]
+
+    def gradient(self) -> Gradient:
+        """The operands in the form kernels take; embedding rows are summed by row here.
+
+        Raises:
+            RuntimeError: a factor was modified in place since the backward pass.
+        """
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a {tuple(tensor.shape)} tensor that backward saved for a weight gradient was modified in place "
+                    "before the optimizer used it; clone the tensor before modifying it, or use when='backward'"
+                )
+        dtype = compute_dtype(self.dtype)
+        pairs = self.pairs
+        if len({t.dtype for pair in pairs for t in pair}) > 1:
+            pairs = [(dy.to(dtype), x.to(dtype)) for dy, x in pairs]
+        row_map = row_sums = None
+        if self.rows:
+            ids = torch.cat([i for i, _ in self.rows]) if len(self.rows) > 1 else self.rows[0][0]
+            dys = torch.cat([dy.to(dtype) for _, dy in self.rows]) if len(self.rows) > 1 else self.rows[0][1]
+            row_map, row_sums = torch.ops.forge.sum_rows(ids, _unit_stride(dys), self.shape[0], dtype)
+        scale = self._scale
+        if not isinstance(scale, torch.Tensor):
+            scale = None if scale == 1.0 else torch.full((), scale, dtype=dtype, device=self.device)
+        dense = self.dense.contiguous() if self.dense is not None else None
+        return Gradient([dy for dy, _ in pairs], [x for _, x in pairs], row_map, row_sums, scale, dense)
+
+    def _chunks(self):
+        """Pieces of rows of the gradient, in fp32 (fp64 for fp64 weights): `(start, end, tensor)`."""
+        n, k = self.shape
+        rows = max(1, min(_CHUNK_ELEMENTS // max(k, 1), (n + 3) // 4))
+        gradient = self.gradient()
+        for start in range(0, n, rows):
+            end = min(start + rows, n)
+            yield start, end, ops.wgrad(gradient, self.shape, start, end, compute_dtype(self.dtype))
+
+    def to_dense(self, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> torch.Tensor:  # type: ignore[override]
+        """The gradient as an ordinary tensor [N, K], summed in fp32 and rounded once to `dtype` (default: its own)."""
+        with torch.no_grad():
+            out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+            if not (self.pairs or self.rows):
+                return out.copy_(self.dense) if self.dense is not None else out.zero_()
+            for start, end, piece in self._chunks():
+                out[start:end] = piece
+            return out
+
+    def norm(self, p=2, dim=None, keepdim=False, dtype=None) -> torch.Tensor:  # type: ignore[override]
+        """The exact p-norm of all elements (0-d), formed from pieces of the gradient that are dropped one by one."""
+        if dim is not None or keepdim:
+            return super().norm(p, dim, keepdim, dtype)
+        return self._vector_norm(2.0 if p in (None, "fro") else float(p), dtype)
+
+    def _vector_norm(self, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+        with torch.no_grad():
+            parts = [torch.linalg.vector_norm(piece, order) for _, _, piece in self._chunks()]
+            if not parts:
+                return torch.zeros((), dtype=dtype or compute_dtype(self.dtype), device=self.device)
+            total = torch.stack(parts)
+            total = total.sum() if order == 0 else torch.linalg.vector_norm(total, order)
+            return total.to(dtype) if dtype is not None else total
+
+    # -- changing it in place --------------------------------------------------------------------------------------
+
+    def _take(self, other: FactoredGrad) -> FactoredGrad:
+        self.pairs, self.rows, self.dense = list(other.pairs), list(other.rows), other.dense
+        self._scale, self._versions = other._scale, list(other._versions)
+        return self
+
+    def _copy(self) -> FactoredGrad:
+        return FactoredGrad(self.shape, self.dtype, device=self.device)._take(self)
+
+    def _multiply(self, factor: float | torch.Tensor) -> FactoredGrad:
+        if isinstance(factor, torch.Tensor):
+            factor = factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
+        self._scale = self._scale * factor
+        if self.dense is not None:
+            self.dense = self.dense * factor
+        return self
+
+    def _add(self, other: torch.Tensor) -> FactoredGrad:
+        """self += other, joining lists; parts with different scales are folded into the dense part first."""
+        if not isinstance(other, FactoredGrad):
+            self.dense = other if self.dense is None else self.dense + other
+            return self
+        if other.pairs or other.rows:
+            if self.pairs or self.rows:
+                if not _same_scale(self._scale, other._scale):
+                    self.fold()
+            if not (self.pairs or self.rows):
+                self._scale = other._scale
+        self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
+        self._versions = self._versions + other._versions
+        if other.dense is not None:
+            self.dense = other.dense if self.dense is None else self.dense + other.dense
+        return self.fold_if_larger()
+
+    def fold(self) -> FactoredGrad:
+        """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights)."""
+        self.dense = self.to_dense(compute_dtype(self.dtype))
+        self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
+        return self
+
+    def fold_if_larger(self) -> FactoredGrad:
+        """Fold when the factors hold more bytes than the accumulator would: never worse than standard training."""
+        if self.factor_bytes() > self.numel() * compute_dtype(self.dtype).itemsize:
+            self.fold()
+        return self
+
+    def _densify(self, operation: str) -> torch.Tensor:
+        """Become dense, in the gradient's own dtype, for an operation that needs elements."""
+        if self.pairs or self.rows:
+            warnings.warn(
+                f"{operation} needs the elements of a factored gradient of shape {tuple(self.shape)}: it was turned "
+                "into a dense tensor, which costs the memory it saved",
+                stacklevel=3,
+            )
+        self.dense = self.to_dense()
+        self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
+        return self.dense
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo) -> FactoredGrad:
+        copy = self._copy()
+        copy.pairs = [(dy.clone(), x.clone()) for dy, x in self.pairs]
+        copy.rows = [(ids.clone(), dy.clone()) for ids, dy in self.rows]
+        copy.dense = self.dense.clone() if self.dense is not None else None
+        copy._scale = self._scale.clone() if isinstance(self._scale, torch.Tensor) else self._scale
+        copy._versions = [(t, t._version) for pair in copy.pairs for t in pair]
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol):
+        arguments = (tuple(self.shape), self.dtype, self.device, self.pairs, self.rows, self.dense, self._scale)
+        return _rebuild, arguments
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _dense_fallback(func, args, kwargs)
+
+
+def _rebuild(shape, dtype, device, pairs, rows, dense, scale) -> FactoredGrad:
+    result = FactoredGrad(shape, dtype, pairs=pairs, rows=rows, dense=dense, device=device)
+    result._scale = scale
+    return result
+
+
+def _same_scale(a: float | torch.Tensor, b: float | torch.Tensor) -> bool:
+    return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and a == b)
+
+
+def _dense_fallback(func, args, kwargs) -> Any:
+    """Run an operation that is not known on dense gradients; results that alias one are that FactoredGrad again."""
+    seen: dict[int, FactoredGrad] = {}
+
+    def dense(value):
+        if isinstance(value, FactoredGrad):
+            tensor = value._densify(str(func))
+            seen[id(tensor)] = value
+            return tensor
+        return value
+
+    result = func(*tree_map(dense, args), **tree_map(dense, kwargs))
+    return tree_map(lambda value: seen.get(id(value), value) if isinstance(value, torch.Tensor) else value, result)
+
+
+# -- the operations it knows ---------------------------------------------------------------------------------------
+
+_HANDLERS: dict[Any, Callable] = {}
+
+
+def _handles(*operations):
+    def register(function: Callable) -> Callable:
+        for operation in operations:
+            _HANDLERS[operation] = function
+        return function
+
+    return register
+
+
+def _is_scalar(value) -> bool:
+    return isinstance(value, (int, float)) or (
+        isinstance(value, torch.Tensor) and not isinstance(value, FactoredGrad) and value.dim() == 0
+    )
+
+
+def _inverse(value):
+    return 1.0 / value
+
+
+@_handles(aten.detach.default, aten.clone.default, aten.alias.default)
+def _clone(func, grad, **kwargs):
+    copy = grad._copy()
+    if func is aten.clone.default and copy.dense is not None:
+        copy.dense = copy.dense.clone()
+    return copy
+
+
+@_handles(aten.new_empty_strided.default)
+def _new_empty_strided(func, grad, size, stride, **kwargs):
+    # AccumulateGrad clones a gradient that others also hold by filling one of these
+    if tuple(size) == tuple(grad.shape) and tuple(stride) == grad.stride():
+        return FactoredGrad(grad.shape, grad.dtype, device=grad.device)
+    return torch.empty_strided(size, stride, dtype=kwargs.get("dtype") or grad.dtype, device=grad.device)
+
+
+@_handles(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
+def _like(func, grad, **kwargs):
+    make = {aten.empty_like.default: torch.empty, aten.zeros_like.default: torch.zeros}.get(func, torch.ones)
+    return make(grad.shape, dtype=kwargs.get("dtype") or grad.dtype, device=kwargs.get("device") or grad.device)
+
+
+@_handles(aten.copy_.default)
+def _copy(func, target, source, non_blocking=False):
+    if isinstance(target, FactoredGrad):
+        if isinstance(source, FactoredGrad):
+            return target._take(source)
+        target.pairs, target.rows, target._versions, target._scale = [], [], [], 1.0
+        target.dense = source.expand(target.shape).to(target.dtype, copy=True)
+        return target
+    return target.copy_(source.to_dense(), non_blocking)
+
+
+@_handles(aten.zero_.default)
+def _zero(func, grad):
+    return grad._take(FactoredGrad(grad.shape, grad.dtype, device=grad.device))
+
+
+@_handles(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
+def _scale_in_place(func, grad, other):
+    if not isinstance(grad, FactoredGrad) or not _is_scalar(other):
+        return NotImplemented
+    return grad._multiply(_inverse(other) if func in (aten.div_.Tensor, aten.div_.Scalar) else other)
+
+
+@_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+def _scaled(func, grad, other):
+    divides = func in (aten.div.Tensor, aten.div.Scalar)
+    if not isinstance(grad, FactoredGrad) and not divides:
+        grad, other = other, grad
+    if not isinstance(grad, FactoredGrad) or not _is_scalar(other):
+        return NotImplemented
+    return grad._copy()._multiply(_inverse(other) if divides else other)
+
+
+@_handles(aten.neg.default)
+def _negated(func, grad):
+    return grad._copy()._multiply(-1.0)
+
+
+@_handles(aten.add.Tensor)
+def _sum(func, a, b, *, alpha=1):
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or alpha != 1 or a.shape != b.shape:
+        return NotImplemented
+    return a._copy()._add(b) if isinstance(a, FactoredGrad) else b._copy()._add(a)
+
+
+@_handles(aten.add_.Tensor)
+def _sum_in_place(func, target, other, *, alpha=1):
+    if not isinstance(other, torch.Tensor) or target.shape != other.shape:
+        return NotImplemented
+    if isinstance(target, FactoredGrad):
+        return target._add(other) if alpha == 1 else NotImplemented
+    # An ordinary gradient stays one: the pieces are added to it.
+    for start, end, piece in other._chunks():
+        target[start:end].add_(piece.to(target.dtype), alpha=alpha)
+    return target
+
+
+@_handles(aten.linalg_vector_norm.default)
+def _vector_norm(func, grad, ord=2, dim=None, keepdim=False, *, dtype=None):
+    if dim is not None and len(dim) not in (0, grad.dim()):
+        return NotImplemented
+    total = grad._vector_norm(float(ord), dtype)
+    return total.reshape((1,) * grad.dim()) if keepdim else total
+
+
+@_handles(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
+def _norm(func, grad, p=2, dtype=None):
+    return grad._vector_norm(float(2 if p is None else p), dtype)
+
+
+@_handles(aten.isfinite.default, aten.isnan.default, aten.isinf.default)
+def _check(func, grad):
+    out = torch.empty(grad.shape, dtype=torch.bool, device=grad.device)
+    for start, end, piece in grad._chunks():
+        out[start:end] = func(piece)
+    return out
+
+
+# -- lists of gradients --------------------------------------------------------------------------------------------
+
+
+def _each(function: Callable, grads: list, *others) -> list:
+    spread = [o if isinstance(o, (list, tuple)) else [o] * len(grads) for o in others]
+    return [function(*values) for values in zip(grads, *spread)]
+
+
+@_handles(aten._foreach_norm.Scalar)
+def _foreach_norm(func, grads, ord=2, dtype=None):
+    return _each(lambda g: torch.linalg.vector_norm(g, ord, dtype=dtype), grads)
+
+
+@_handles(aten._foreach_zero_.default)
+def _foreach_zero(func, grads):
+    _each(lambda g: g.zero_(), grads)
+
+
+@_handles(
+    aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.List
+)
+def _foreach_mul(func, grads, other):
+    _each(lambda g, o: g.mul_(o), grads, other)
+
+
+@_handles(
+    aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList, aten._foreach_div_.List
+)
+def _foreach_div(func, grads, other):
+    _each(lambda g, o: g.div_(o), grads, other)
+
+
+@_handles(aten._foreach_add_.List)
+def _foreach_add(func, grads, others, *, alpha=1):
+    _each(lambda g, o: g.add_(o, alpha=alpha), grads, others)
+
+
+@_handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(func, grads, found_inf, inv_scale):
+    """`GradScaler.unscale_`: a factored gradient is finite when its factors are; its scale takes the inverse scale."""
+    dense = [g for g in grads if not isinstance(g, FactoredGrad)]
+    if dense:
+        func(dense, found_inf, inv_scale)
+    for grad in grads:
+        if isinstance(grad, FactoredGrad):
+            flag = torch.zeros((), dtype=torch.int32, device=grad.device)
+            torch.ops.forge.check_finite(grad.operands(), flag)
+            found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.dtype).reshape(found_inf.shape)))
+            grad._multiply(inv_scale)
+
+
+class AppliedGrad(torch.Tensor):
+    """Stands in `p.grad` after an update in backward: any use of it is an error that says what to do instead."""
+
+    name: str
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, name: str) -> AppliedGrad:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        self.name = name
+        return self
+
+    def __init__(self, *args) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"AppliedGrad({self.name!r}: the gradient was already applied during backward)"
+
+    def __deepcopy__(self, memo) -> None:
+        return None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
+        raise RuntimeError(
+            f"{func}: the gradient of {found[0].name!r} was already applied during backward (when='backward'). "
+            "Clipping, gradient norms and a second backward before step() need when='step'."
+        )

@@ -1,0 +1,88 @@
+"""Device functions shared by the Triton kernels: scalars, random bits, storages, applying a rule to a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fused_grad_optimizer.storage.rounding import random_words as _random_words
+
+random_words = triton.jit(_random_words)
+
+
+@triton.jit
+def load_scalars(pointer, COUNT: tl.constexpr):
+    """The rule's scalars `h` (fp32) as a tuple."""
+    h = (tl.load(pointer),)
+    for i in tl.static_range(1, COUNT):
+        h = h + (tl.load(pointer + i),)
+    return h
+
+
+@triton.jit
+def _mix32(x):
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 2146121005
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -2073254261
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@triton.jit
+def parameter_keys(keys, parameter):
+    """`storage.rounding.parameter_keys` on the device; `keys` points to the step's two int32 keys."""
+    key0 = _mix32(tl.load(keys) + parameter.to(tl.int32) * -1640531535)
+    key1 = _mix32(tl.load(keys + 1) ^ key0)
+    return key0, key1
+
+
+@triton.jit
+def store_nearest(pointers, mask, value, random16):
+    tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_stochastic_bf16(pointers, mask, value, random16):
+    """fp32 -> bf16, up with the probability of the discarded fraction; NaN and inf as they are."""
+    bits = value.to(tl.int32, bitcast=True)
+    rounded = ((bits + random16) & -65536).to(tl.float32, bitcast=True)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    tl.store(pointers, tl.where(finite, rounded, value).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def step_tile(
+    weight,
+    states,
+    offsets,
+    index,
+    mask,
+    g,
+    h,
+    keys,
+    parameter,
+    RULE: tl.constexpr,
+    STORES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Load W and states at `offsets` (int64 element offsets), apply the rule to gradient `g`, store them back.
+
+    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits.
+    """
+    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+    values = ()
+    for i in tl.static_range(len(states)):
+        values = values + (tl.load(states[i] + offsets, mask=mask, other=0.0).to(tl.float32),)
+    results = RULE(h, p, g, *values)
+    if STOCHASTIC:
+        key0, key1 = parameter_keys(keys, parameter)
+        first, second = random_words(index, key0, key1)
+    else:
+        first = index
+        second = index
+    STORES[0](weight + offsets, mask, results[0], first & 0xFFFF)
+    for i in tl.static_range(len(states)):
+        word = first if i == 0 else second
+        # states 0, 1, 2 take bits 16-31 of the first word, then 0-15 and 16-31 of the second
+        bits = (word & 0xFFFF) if i == 1 else ((word >> 16) & 0xFFFF)
+        STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)

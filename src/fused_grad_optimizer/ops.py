@@ -1,0 +1,224 @@
+"""torch.library operators: one for each kernel, declaring what it mutates, and the choice of where it runs.
+
+    forge::wgrad_step   weight and states, from factors (dY, X): the fused step
+    forge::param_step   weight and states, from a gradient that is a tensor or embedding rows
+    forge::wgrad        rows of the gradient in fp32 (norms, `to_dense`, the unfused reference)
+    forge::sum_rows     embedding gradients summed by row
+    forge::check_finite NaN/inf in a gradient's operands
+
+Operators made with `Library.define` cost about 2 us a call where `torch.library.custom_op` costs 19.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fused_grad_optimizer.kernels import Gradient, Target, tile_cpu, triton_reason
+from fused_grad_optimizer.rules import UPDATES, Update, get_rule
+from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage
+from fused_grad_optimizer.storage.rounding import step_keys
+
+_LIBRARY = torch.library.Library("forge", "DEF")
+_GRADIENT = "Tensor[] dys, Tensor[] xs, Tensor? row_map, Tensor? row_sums, Tensor? scale, Tensor? dense"
+_STEP = "Tensor scalars, Tensor keys, Tensor? flag, str update, str[] storages, int parameter"
+_LIBRARY.define(f"wgrad_step(Tensor(a!) weight, Tensor(b!)[] states, {_GRADIENT}, {_STEP}) -> ()")
+_LIBRARY.define(f"param_step(Tensor(a!) weight, Tensor(b!)[] states, {_GRADIENT}, {_STEP}) -> ()")
+_LIBRARY.define(f"wgrad({_GRADIENT}, int rows, int columns, int start, int end, ScalarType dtype) -> Tensor")
+_LIBRARY.define("sum_rows(Tensor ids, Tensor dy, int num_rows, ScalarType dtype) -> (Tensor, Tensor)")
+_LIBRARY.define("check_finite(Tensor[] tensors, Tensor(a!) flag) -> ()")
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """The scalars of one rule at one step, where the kernels will read them.
+
+    Attributes:
+        values: `h` of the rule: fp32 on the GPU for kernels, fp64 on the CPU for the torch form.
+        keys: the step's two int32 keys of stochastic rounding.
+    """
+
+    values: torch.Tensor
+    keys: torch.Tensor
+
+
+def make_scalars(
+    update: Update, hyper, step: int, fresh: bool, seed: int, device: torch.device, dtype: torch.dtype
+) -> StepScalars:
+    """Scalars for a parameter on `device` with weight `dtype`; the upload does not wait for the device."""
+    values = update.scalars(hyper, step, fresh)
+    keys = torch.tensor(step_keys(seed, step), dtype=torch.int32)
+    if triton_reason(device, dtype) is not None:
+        return StepScalars(torch.tensor(values, dtype=torch.float64), keys)
+    host = torch.tensor(values, dtype=torch.float32)
+    if device.type == "cpu":
+        return StepScalars(host, keys)
+    return StepScalars(
+        host.pin_memory().to(device, non_blocking=True), keys.pin_memory().to(device, non_blocking=True)
+    )
+
+
+def _stores(storages: list[str]) -> tuple[tuple, bool]:
+    from fused_grad_optimizer.kernels._device import store_nearest, store_stochastic_bf16
+
+    stochastic = [STORAGES[name].stochastic for name in storages]
+    return tuple(store_stochastic_bf16 if s else store_nearest for s in stochastic), any(stochastic)
+
+
+def _h(scalars: torch.Tensor, keys: torch.Tensor) -> tuple[tuple[float, ...], tuple[int, int]]:
+    first, second = keys.tolist()
+    return tuple(scalars.tolist()), (first, second)
+
+
+def _wgrad_step(
+    weight, states, dys, xs, row_map, row_sums, scale, dense, scalars, keys, flag, update, storages, parameter
+) -> None:
+    gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
+    target = Target(weight, states, storages, parameter)
+    if triton_reason(weight.device, weight.dtype) is not None:
+        tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
+    else:
+        from fused_grad_optimizer.kernels import wgrad_step as kernel
+
+        stores, stochastic = _stores(storages)
+        n, k = weight.shape
+        kernel.launch(
+            gradient, n, k, target=target, scalars=scalars, keys=keys, flag=flag,
+            update=UPDATES[update], stores=stores, stochastic=stochastic,
+        )  # fmt: skip
+    torch.autograd.graph.increment_version([weight, *states])
+
+
+def _param_step(
+    weight, states, dys, xs, row_map, row_sums, scale, dense, scalars, keys, flag, update, storages, parameter
+) -> None:
+    gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
+    target = Target(weight, states, storages, parameter)
+    if triton_reason(weight.device, weight.dtype) is not None:
+        tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
+    else:
+        from fused_grad_optimizer.kernels import param_step as kernel
+
+        stores, stochastic = _stores(storages)
+        kernel.launch(
+            gradient, target, scalars=scalars, keys=keys, flag=flag,
+            update=UPDATES[update], stores=stores, stochastic=stochastic,
+        )  # fmt: skip
+    torch.autograd.graph.increment_version([weight, *states])
+
+
+def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, dtype) -> torch.Tensor:
+    gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
+    tensors = [t for t in (*dys, row_sums, dense) if t is not None]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    out = torch.empty(end - start, columns, dtype=dtype, device=device)
+    if dys and dtype == torch.float32 and out.numel() and triton_reason(device, dys[0].dtype) is None:
+        from fused_grad_optimizer.kernels import wgrad_step as kernel
+
+        kernel.launch(gradient, end - start, columns, row_start=start, out=out)
+    else:
+        tile_cpu.wgrad(gradient, out, start, rows)
+    return out
+
+
+def _sum_rows(ids, dy, num_rows, dtype):
+    if dtype == torch.float32 and triton_reason(dy.device, dy.dtype) is None:
+        from fused_grad_optimizer.kernels import param_step as kernel
+
+        return kernel.sum_rows(ids, dy, num_rows)
+    return tile_cpu.sum_rows(ids, dy, num_rows, dtype)
+
+
+def _check_finite(tensors, flag) -> None:
+    floating = [t for t in tensors if t.is_floating_point()]
+    if all(triton_reason(t.device, t.dtype) is None for t in floating) and flag.device.type != "cpu":
+        from fused_grad_optimizer.kernels import finite
+
+        finite.check(floating, flag)
+    elif not tile_cpu.all_finite(floating):
+        flag.fill_(1)
+
+
+for _name, _function in {
+    "wgrad_step": _wgrad_step,
+    "param_step": _param_step,
+    "wgrad": _wgrad,
+    "sum_rows": _sum_rows,
+    "check_finite": _check_finite,
+}.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("forge::wgrad_step", lib=_LIBRARY)
+@torch.library.register_fake("forge::param_step", lib=_LIBRARY)
+def _step_fake(*args) -> None:
+    return None
+
+
+@torch.library.register_fake("forge::check_finite", lib=_LIBRARY)
+def _check_finite_fake(tensors, flag) -> None:
+    return None
+
+
+@torch.library.register_fake("forge::wgrad", lib=_LIBRARY)
+def _wgrad_fake(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, dtype):
+    return next(t for t in (*dys, row_sums, dense) if t is not None).new_empty(end - start, columns, dtype=dtype)
+
+
+@torch.library.register_fake("forge::sum_rows", lib=_LIBRARY)
+def _sum_rows_fake(ids, dy, num_rows, dtype):
+    rows = min(ids.numel(), num_rows)
+    return ids.new_empty(num_rows, dtype=torch.int32), dy.new_empty(rows, dy.shape[1], dtype=dtype)
+
+
+def step(
+    target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor | None
+) -> None:
+    """Update `target` from `gradient` by the kernel that fits: `wgrad_step` with (dY, X) pairs, else `param_step`."""
+    operator = torch.ops.forge.wgrad_step if gradient.dys else torch.ops.forge.param_step
+    operator(
+        target.weight, target.states, gradient.dys, gradient.xs, gradient.row_map, gradient.row_sums,
+        gradient.scale, gradient.dense, scalars.values, scalars.keys, flag, update.name, target.storages,
+        target.parameter,
+    )  # fmt: skip
+
+
+def wgrad(gradient: Gradient, shape: torch.Size, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `start:end` of a gradient of `shape` [N, K], in `dtype` (fp32 or fp64)."""
+    return torch.ops.forge.wgrad(
+        gradient.dys, gradient.xs, gradient.row_map, gradient.row_sums, gradient.scale, gradient.dense,
+        shape[0], shape[1], start, end, dtype,
+    )  # fmt: skip
+
+
+def explain(
+    n: int,
+    k: int,
+    t: int,
+    *,
+    device: torch.device | str,
+    weight_dtype: torch.dtype,
+    input_dtype: torch.dtype | None = None,
+    rule: str = "adamw",
+    state: str | None = None,
+) -> tuple[str, str]:
+    """Which path updates a weight [n, k] from t tokens, and why: `(path, reason)`.
+
+    Example:
+        >>> explain(4096, 4096, 512, device="cpu", weight_dtype=torch.float32)[0]
+        'tile_cpu'
+    """
+    get_rule(rule)
+    check_modes(state, None)
+    device = torch.device(device)
+    kept = f"{rule}, states in {state_storage(weight_dtype, state).name}"
+    reason = triton_reason(device, weight_dtype)
+    if reason is not None:
+        rows = tile_cpu.block_rows(n, k)
+        return "tile_cpu", f"{reason}; torch operations on blocks of {rows} rows; {kept}"
+    from fused_grad_optimizer.kernels.configs import gemm_config
+
+    config = gemm_config(n, k, input_dtype or weight_dtype)
+    tile = f"{config.block_n}x{config.block_k}x{config.block_t}"
+    return "wgrad_step", f"portable Triton kernel, tiles {tile}, T={t}; {kept}"

@@ -1,0 +1,482 @@
+"""`FusedOptimizer`: a `torch.optim.Optimizer` whose step runs inside the weight-gradient GEMM."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fused_grad_optimizer import _state_io
+from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
+from fused_grad_optimizer._flags import SkipFlags
+from fused_grad_optimizer._parameters import (
+    ParameterRecord,
+    check_gradient,
+    check_parameter,
+    finite_operands,
+    gradient_of,
+    matrix_view,
+    storage_order,
+)
+from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
+from fused_grad_optimizer.kernels import Target, triton_reason
+from fused_grad_optimizer.modules._registry import claim, give_up, is_factored
+from fused_grad_optimizer.ops import StepScalars, make_scalars, step
+from fused_grad_optimizer.rules import Update, get_rule
+from fused_grad_optimizer.storage import check_modes, state_storage, weight_storage
+
+WHEN = ("backward", "step")
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Steps weights from factored gradients without forming them, and all other parameters from ordinary gradients.
+
+    Args:
+        params: parameters, named parameters, or parameter groups, as for any torch.optim optimizer.
+        rule: "adamw", "adam", "sgd" or "lion".
+        when: "backward": each parameter is updated during backward, as soon as its gradient is complete, and the
+            gradient is freed (lowest memory). "step": updates happen in `step()`; clipping, accumulation and loss
+            scaling work as usual.
+        state: how states are kept: "fp32", "bf16" (stochastic rounding), "bf16-nearest"; default the weight's dtype
+            (fp32 for fp16 weights).
+        weight: how bf16 weights are rounded: "stochastic" (default) or "nearest".
+        seed: of the random bits of stochastic rounding; kept in the parameter groups, so in `state_dict`.
+        **hyper: the rule's hyper-parameters, with torch.optim's names (lr, betas, eps, weight_decay, maximize, ...).
+
+    Raises:
+        ValueError: an argument or parameter that is not offered, naming it and the remedy; nothing is changed then.
+
+    Example:
+        >>> import fused_grad_optimizer as forge
+        >>> model = forge.convert(nn.Linear(4, 2))
+        >>> optimizer = FusedOptimizer(model.parameters(), "adamw", lr=1e-2, when="step")
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step(); optimizer.zero_grad()
+        >>> int(optimizer.state[model.weight]["step"])
+        1
+    """
+
+    report: Any = None
+
+    def __init__(
+        self,
+        params: Iterable,
+        rule: str = "adamw",
+        *,
+        when: str = "backward",
+        state: str | None = None,
+        weight: str | None = None,
+        seed: int = 0,
+        **hyper: Any,
+    ) -> None:
+        self.rule = get_rule(rule)
+        check_modes(state, weight)
+        if when not in WHEN:
+            raise ValueError(f"when={when!r} is not offered; choose 'backward' or 'step'")
+        defaults = {**self.rule.defaults, "maximize": False, "seed": seed}
+        for name in hyper:
+            if name not in defaults:
+                raise ValueError(f"{name} is not a hyper-parameter of {rule}; it takes {', '.join(defaults)}")
+        if not isinstance(seed, int):
+            raise ValueError(f"seed={seed!r}: an integer is needed")
+        defaults.update(hyper)
+        self.rule.validate(defaults)
+        self.when, self.state_mode, self.weight_mode = when, state, weight
+        self._records: dict[torch.Tensor, ParameterRecord] = {}
+        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        self._scalars: dict[Any, StepScalars] = {}
+        self._pass = BackwardPass()
+        self._began = False
+        self._flags = SkipFlags()
+        self._model: weakref.ref | None = None
+        self._known_strangers: set[int] = set()
+        self.armed: Callable[[], None] | None = None  # the manager's check that pre_step() was called
+        try:
+            super().__init__(params, defaults)
+        except BaseException:
+            self.release()
+            raise
+        self._warn_about_rounding()
+        if when == "backward":
+            watch_grad_scaler()
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch.optim; everything is checked before anything is added."""
+        group = dict(param_group)
+        params = group.get("params", ())
+        group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.rule.validate({**self.defaults, **group})
+        _refuse_several_processes()
+        named = [p if isinstance(p, tuple) else (None, p) for p in params]
+        count = len(self._records)
+        names = [name or f"parameter {count + i}" for i, (name, _) in enumerate(named)]
+        for name, (_, parameter) in zip(names, named):
+            if isinstance(parameter, torch.Tensor):
+                check_parameter(parameter, name, self.weight_mode, self)
+        super().add_param_group(group)
+        for name, (_, parameter) in zip(names, named):
+            self._records[parameter] = ParameterRecord(name, len(self._records))
+            claim(parameter, self)
+            self._hook(parameter)
+
+    def _hook(self, parameter: torch.Tensor) -> None:
+        """Have the parameter call back when autograd has summed its gradient. Frozen ones get theirs when they train."""
+        record = self._records[parameter]
+        if record.hook is not None or not parameter.requires_grad or not parameter.is_leaf:
+            return
+        if self.when == "backward":
+            record.applied = AppliedGrad(parameter, record.name)
+            record.hook = parameter.register_post_accumulate_grad_hook(partial(_update_in_backward, self))
+        else:
+            record.hook = parameter.register_post_accumulate_grad_hook(_fold_if_larger)
+
+    def release(self) -> None:
+        """Remove all hooks and give the parameters back: another optimizer can take them."""
+        for parameter, record in self._records.items():
+            if record.hook is not None:
+                record.hook.remove()
+                record.hook = None
+            if isinstance(parameter.grad, AppliedGrad):
+                parameter.grad = None
+            give_up(parameter, self)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return self._records[parameter].name
+
+    def watch(self, model: nn.Module) -> None:
+        """Warn from now on when the model holds trainable parameters that this optimizer does not step."""
+        self._model = weakref.ref(model)
+        self._known_strangers = set()
+
+    def _look_for_strangers(self) -> None:
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return
+        found = []
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad or parameter in self._records:
+                    continue
+                if id(parameter) not in self._known_strangers:
+                    self._known_strangers.add(id(parameter))
+                    found.append((key, parameter))
+        if found:
+            names = {id(p): n for n, p in model.named_parameters()}
+            listed = ", ".join(sorted({names.get(id(p), key) for key, p in found}))
+            warnings.warn(
+                f"the model has trainable parameters that this optimizer does not step: {listed}. They were added or "
+                "replaced after it was made: call add_param_group, or release() and fuse() again",
+                stacklevel=3,
+            )
+
+    def _warn_about_rounding(self) -> None:
+        dtypes = {p.dtype for p in self._records if p.is_floating_point()}
+        if torch.bfloat16 in dtypes and self.weight_mode == "nearest":
+            warnings.warn(
+                "weight='nearest': bf16 weights are rounded to nearest, so updates under half a unit in the last place "
+                "are lost; weight='stochastic' keeps them on average",
+                stacklevel=3,
+            )
+        if self.weight_mode is not None and dtypes and torch.bfloat16 not in dtypes:
+            warnings.warn(f"weight={self.weight_mode!r} has no effect: no parameter is bf16", stacklevel=3)
+
+    # -- stepping ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Once between two `step()`s, before the first update."""
+        if self._began:
+            return
+        if self.armed is not None:
+            self.armed()
+        _refuse_several_processes()
+        self._look_for_strangers()
+        self._apply_skips()
+        self._scalars.clear()
+        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._flags.begin()
+        self._began = True
+
+    def _end(self) -> None:
+        if self._began:
+            self._flags.end()
+            self._began = False
+        self._pass.end()
+        torch.clear_autocast_cache()  # it may hold casts of the weights as they were
+
+    def _apply_skips(self) -> None:
+        """Learn which updates the device skipped for NaN or inf; their step counts go back, and it is said."""
+        skipped = self._flags.collect()
+        names = []
+        for parameter, record in self._records.items():
+            if record.index in skipped:
+                names.append(record.name)
+                if skipped[record.index] == "device":
+                    self.state[parameter]["step"] -= 1
+        if names:
+            warnings.warn(
+                f"NaN or inf in the gradients of {', '.join(names)}: these weights and their states were left untouched",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many updates of each parameter were skipped because of NaN or inf. Waits for the device."""
+        self._apply_skips()
+        return {r.name: self._flags.counts[r.index] for r in self._records.values() if self._flags.counts.get(r.index)}
+
+    def _state_of(self, parameter: torch.Tensor, update: Update) -> tuple[dict[str, Any], bool]:
+        """State of the parameter, created or converted to its present dtype and device: `(state, fresh)`."""
+        state = self.state[parameter]
+        fresh = state.setdefault("step", 0) == 0
+        dtype = state_storage(parameter.dtype, self.state_mode).dtype
+        for name in update.states:
+            kept = state.get(name)
+            if kept is None:
+                state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                fresh = True
+            elif kept.dtype != dtype or kept.device != parameter.device:
+                state[name] = kept.to(device=parameter.device, dtype=dtype)
+        return state, fresh
+
+    def _scalars_of(self, group, update, step_number: int, fresh: bool, parameter: torch.Tensor) -> StepScalars:
+        key = (id(group), update.name, step_number, fresh, parameter.device, parameter.dtype)
+        found = self._scalars.get(key)
+        if found is None:
+            found = make_scalars(
+                update, group, step_number, fresh, group["seed"], parameter.device, parameter.dtype
+            )
+            self._scalars[key] = found
+        return found
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:
+        """One update of one parameter, in place. Not finite: nothing is written."""
+        record = self._records[parameter]
+        self._say_once_if_dense(parameter, record, grad)
+        on_device = parameter.device.type != "cpu" and triton_reason(parameter.device, parameter.dtype) is None
+        flag = self._flags.of(record.index, parameter.device)
+        torch.ops.forge.check_finite(finite_operands(grad), flag)
+        if not on_device and int(flag) != 0:
+            self._flags.skipped_on_host(record.index)
+            return
+        update = self.rule.select(group)
+        state, fresh = self._state_of(parameter, update)
+        state["step"] += 1
+        if parameter.numel() == 0:
+            return
+        order = storage_order(parameter)
+        states = [state[name] for name in update.states]
+        weight = weight_storage(parameter.dtype, self.weight_mode).name
+        kept = state_storage(parameter.dtype, self.state_mode).name
+        target = Target(
+            matrix_view(parameter.detach(), order),
+            [matrix_view(s, order) for s in states],
+            [weight] + [kept] * len(states),
+            record.index,
+        )
+        gradient = gradient_of(parameter, grad, order, group["maximize"])
+        scalars = self._scalars_of(group, update, state["step"], fresh, parameter)
+        step(target, gradient, update, scalars, flag if on_device else None)
+
+    def _say_once_if_dense(self, parameter: torch.Tensor, record: ParameterRecord, grad: torch.Tensor) -> None:
+        dense = not isinstance(grad, FactoredGrad)
+        if dense and is_factored(parameter) and self._model is not None and "dense" not in record.said:
+            record.said.add("dense")
+            warnings.warn(
+                f"{record.name} got a dense gradient (it is used outside its module, or create_graph=True): it is "
+                "stepped like any other, without the memory saving",
+                stacklevel=4,
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; with `when="backward"`, end the pass that backward stepped.
+
+        Args:
+            closure: runs forward and backward with gradients enabled and returns the loss, which `step` returns.
+
+        Raises:
+            RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
+            ValueError: a gradient that cannot be stepped (sparse); nothing has been changed by this call then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._pass.failed:
+            message = self._pass.failure()
+            self._drop_applied()
+            self._end()
+            raise RuntimeError(message)
+        todo = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is not None and not isinstance(grad, AppliedGrad):
+                    check_gradient(grad, self.name_of(parameter))
+                    todo.append((parameter, group, grad))
+        if todo or self._pass.moved:
+            self._begin()
+        for parameter, group, grad in todo:
+            self._hook(parameter)
+            self._update(parameter, group, grad)
+            if self.when == "backward":
+                parameter.grad = None
+        self._drop_applied()
+        self._end()
+        if self._flags.known:
+            self._apply_skips()
+        return loss
+
+    def _drop_applied(self) -> None:
+        for parameter in self._records:
+            if isinstance(parameter.grad, AppliedGrad):
+                parameter.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, as in torch.optim.
+
+        Raises:
+            RuntimeError: with `when="backward"`, gradients were applied since the last `step()` and cannot be dropped.
+        """
+        if self._pass.moved:
+            failed, message = self._pass.failed, self._pass.failure()
+            moved = ", ".join(self._pass.moved[:20])
+            self._drop_applied()
+            self._end()
+            if failed:
+                raise RuntimeError(message)
+            raise RuntimeError(
+                f"zero_grad() after backward without step(): with when='backward' the gradients of {moved} were "
+                "already applied and cannot be dropped. Use when='step', or requires_grad_(False) on parameters that "
+                "this backward must not move."
+            )
+        super().zero_grad(set_to_none)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's: `step`, the rule's states, the parameter groups. torch.optim.AdamW loads it."""
+        self._apply_skips()
+        result = super().state_dict()
+        result["state"] = _state_io.export_state(result["state"])
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state saved here or by torch.optim's optimizer of the same rule; states are converted to `state`.
+
+        Raises:
+            ValueError: it does not fit this optimizer; nothing has been changed then.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        self._apply_skips()
+        _state_io.load_state(self, state_dict)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+
+@torch.no_grad()
+def _update_in_backward(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
+    """Post-accumulate-grad hook: autograd has summed every contribution to this parameter."""
+    optimizer._pass.enter()
+    optimizer._begin()
+    group = optimizer._group_of.get(parameter)
+    grad = parameter.grad
+    if group is None or grad is None:
+        return
+    record = optimizer._records[parameter]
+    check_gradient(grad, record.name)
+    optimizer._pass.moved.append(record.name)
+    parameter.grad = None
+    optimizer._update(parameter, group, grad)
+    applied = record.applied
+    if applied is None or applied.dtype != parameter.dtype or applied.device != parameter.device:
+        applied = record.applied = AppliedGrad(parameter, record.name)
+    parameter.grad = applied
+
+
+def _fold_if_larger(parameter: torch.Tensor) -> None:
+    """Post-accumulate-grad hook of `when="step"`: factors never hold more than a dense gradient would."""
+    if isinstance(parameter.grad, FactoredGrad):
+        parameter.grad.fold_if_larger()
+
+
+def _refuse_several_processes() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            "torch.distributed runs with several processes, which is not offered yet: factored gradients are not "
+            "exchanged, and each process would train its own model"
+        )
+
+
+def fuse(
+    model: nn.Module,
+    rule: str = "adamw",
+    *,
+    when: str = "backward",
+    state: str | None = None,
+    weight: str | None = None,
+    param_groups: Iterable | None = None,
+    exclude: Any = None,
+    seed: int = 0,
+    **hyper: Any,
+) -> FusedOptimizer:
+    """Convert `model` in place and return the optimizer that steps all its parameters.
+
+    Args:
+        model: any module; linear layers, embeddings and GPT-2's Conv1D get factored gradients.
+        param_groups: groups as for torch.optim, default one group of all parameters.
+        exclude: modules to leave with ordinary gradients, see `convert`. They are stepped all the same.
+        rule, when, state, weight, seed, **hyper: see `FusedOptimizer`.
+
+    Returns:
+        The optimizer; its `report` says what was converted and what was not and why.
+
+    Raises:
+        ValueError: as `FusedOptimizer` and `convert` do; an error leaves the optimizer unmade.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = fuse(model, "adamw", lr=1e-3)
+        >>> model(torch.ones(3, 4)).sum().backward()   # the weights move here
+        >>> optimizer.step(); optimizer.zero_grad()
+    """
+    from fused_grad_optimizer.convert import conversion_report, convert
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise ValueError("model has no parameters")
+    names = {p: n for n, p in model.named_parameters()}
+    groups = list(model.named_parameters()) if param_groups is None else _named_groups(param_groups, names)
+    optimizer = FusedOptimizer(groups, rule, when=when, state=state, weight=weight, seed=seed, **hyper)
+    try:
+        convert(model, exclude)
+    except BaseException:
+        optimizer.release()
+        raise
+    optimizer.report = conversion_report(model)
+    optimizer.watch(model)
+    return optimizer
+
+
+def _named_groups(param_groups: Iterable, names: dict[torch.Tensor, str]) -> list:
+    """The same groups with the model's names, so that messages can name parameters."""
+
+    def named(parameters):
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return [p if isinstance(p, tuple) else (names.get(p, f"parameter {i}"), p) for i, p in enumerate(parameters)]
+
+    groups = list(param_groups)
+    if groups and isinstance(groups[0], dict):
+        return [{**group, "params": named(group["params"])} for group in groups]
+    return named(groups)

@@ -1,0 +1,127 @@
+"""What a rule is: one element-wise update, written once, with its scalars, checks and registry.
+
+A rule is two plain functions. The *update* is written in Triton's language over fp32 tiles, with no pointers, masks or
+dtypes; `twin` binds the same code to torch operations, which serves every device without Triton and the fp64 checks.
+The *scalars* are computed on the host in float64, once per step and parameter group.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # every rule still has its torch twin
+    triton = None
+    tl = types.SimpleNamespace()
+
+Hyper = Mapping[str, Any]
+
+# What an update may use of `tl`; the twin sees these names instead of Triton's.
+_TORCH_LANGUAGE = types.SimpleNamespace(sqrt=torch.sqrt, abs=torch.abs, where=torch.where, exp=torch.exp)
+
+
+def twin(function: Callable) -> Callable:
+    """The same code object with `tl` bound to torch functions: runs on tensors of any dtype and device."""
+    return types.FunctionType(function.__code__, {**function.__globals__, "tl": _TORCH_LANGUAGE}, function.__name__)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One element-wise update function: `(h, p, g, *states) -> (p, *states)`.
+
+    Attributes:
+        name: unique name, under which operators find it.
+        states: names of the state tensors, in the order of the arguments (torch.optim's names).
+        function: the Python source; `twin` is its torch form, `kernel` its `triton.jit` form (None without Triton).
+        scalars: `(hyper, step, fresh) -> tuple of float`, the `h` of the update; `fresh` says that the states were
+            created for this very step.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    function: Callable
+    scalars: Callable[[Hyper, int, bool], tuple[float, ...]]
+    twin: Callable = field(repr=False)
+    kernel: Any = field(repr=False, default=None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer by name: its hyper-parameters, their checks, and which `Update` they select.
+
+    Attributes:
+        name: the name given to `fuse(model, name)`.
+        defaults: hyper-parameters with torch.optim's names and defaults.
+        validate: raises `ValueError` for values torch.optim would refuse.
+        select: the `Update` for these hyper-parameters (SGD without momentum has no state, say).
+        updates: every `Update` that `select` can return.
+        paper: where the formula comes from.
+    """
+
+    name: str
+    defaults: Mapping[str, Any]
+    validate: Callable[[Hyper], None]
+    select: Callable[[Hyper], Update]
+    updates: tuple[Update, ...]
+    paper: str
+
+
+RULES: dict[str, Rule] = {}
+UPDATES: dict[str, Update] = {}
+
+
+def update(*, states: tuple[str, ...], scalars: Callable[[Hyper, int, bool], tuple[float, ...]]) -> Callable:
+    """Decorator: registers an update function under its own name, with its torch twin and its Triton form."""
+
+    def register(function: Callable) -> Update:
+        kernel = triton.jit(function) if triton is not None else None
+        UPDATES[function.__name__] = Update(function.__name__, states, function, scalars, twin(function), kernel)
+        return UPDATES[function.__name__]
+
+    return register
+
+
+def register_rule(rule: Rule) -> Rule:
+    RULES[rule.name] = rule
+    return rule
+
+
+def get_rule(name: str) -> Rule:
+    """The rule of that name.
+
+    Raises:
+        ValueError: no rule has this name; the message lists those there are.
+    """
+    if name not in RULES:
+        raise ValueError(f"rule={name!r} is not offered; choose one of {', '.join(sorted(RULES))}")
+    return RULES[name]
+
+
+def check_at_least_zero(hyper: Hyper, *names: str) -> None:
+    """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is negative or not a number."""
+    for name in names:
+        if not float(hyper[name]) >= 0.0:
+            raise ValueError(f"Invalid {name} value: {hyper[name]}; it must be at least 0")
+
+
+def check_betas(hyper: Hyper) -> None:
+    betas = hyper["betas"]
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}; two numbers in [0, 1) are needed")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {beta}; it must be in [0, 1)")
+
+
+def check_not_offered(hyper: Hyper, *names: str) -> None:
+    """Refuse a torch.optim option that would change the result and that no rule here computes."""
+    for name in names:
+        if hyper.get(name):
+            raise ValueError(f"{name}={hyper[name]!r} is not offered; leave it out or set it to False")

@@ -1,0 +1,85 @@
+"""AdamW (arXiv:1711.05101) and Adam (arXiv:1412.6980), the formulas of `torch.optim.AdamW` and `torch.optim.Adam`.
+
+    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
+    p = p (1 - lr weight_decay) - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
+
+Adam adds `weight_decay p` to the gradient instead of shrinking the weight.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fused_grad_optimizer.rules._rule import (
+    Hyper,
+    Rule,
+    check_at_least_zero,
+    check_betas,
+    check_not_offered,
+    register_rule,
+    tl,
+    update,
+)
+
+
+def _moments(hyper: Hyper, step: int) -> tuple[float, ...]:
+    beta1, beta2 = (float(b) for b in hyper["betas"])
+    step_size = float(hyper["lr"]) / (1.0 - beta1**step)
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, math.sqrt(1.0 - beta2**step), float(hyper["eps"])
+
+
+def _adamw_scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]:
+    return (1.0 - float(hyper["lr"]) * float(hyper["weight_decay"]), *_moments(hyper, step))
+
+
+def _adam_scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]:
+    return (float(hyper["weight_decay"]), *_moments(hyper, step))
+
+
+@update(states=("exp_avg", "exp_avg_sq"), scalars=_adamw_scalars)
+def adamw(h, p, g, exp_avg, exp_avg_sq):
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = h
+    exp_avg = exp_avg * beta1 + g * one_minus_beta1
+    exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
+    p = p * decay - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) / correction + eps))
+    return p, exp_avg, exp_avg_sq
+
+
+@update(states=("exp_avg", "exp_avg_sq"), scalars=_adam_scalars)
+def adam(h, p, g, exp_avg, exp_avg_sq):
+    weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = h
+    g = g + weight_decay * p
+    exp_avg = exp_avg * beta1 + g * one_minus_beta1
+    exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
+    p = p - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) / correction + eps))
+    return p, exp_avg, exp_avg_sq
+
+
+def _validate(hyper: Hyper) -> None:
+    check_at_least_zero(hyper, "lr", "eps", "weight_decay")
+    check_betas(hyper)
+    check_not_offered(hyper, "amsgrad", "differentiable")
+
+
+_COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+
+ADAMW = register_rule(
+    Rule(
+        name="adamw",
+        defaults={**_COMMON, "weight_decay": 1e-2},
+        validate=_validate,
+        select=lambda hyper: adamw,
+        updates=(adamw,),
+        paper="arXiv:1711.05101",
+    )
+)
+ADAM = register_rule(
+    Rule(
+        name="adam",
+        defaults={**_COMMON, "weight_decay": 0.0},
+        validate=_validate,
+        select=lambda hyper: adam,
+        updates=(adam,),
+        paper="arXiv:1412.6980",
+    )
+)

@@ -1,0 +1,42 @@
+"""`forge doctor` says what would run and why."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from tests.cli.conftest import TINY
+
+
+def test_doctor_shows_device_versions_and_paths(invoke):
+    result = invoke("doctor", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for text in ("cpu", torch.__version__, "Triton kernels", "lm_head", "128256 x 4096", "tile_cpu"):
+        assert text in result.output
+
+
+def test_doctor_lists_the_layers_of_a_model(invoke, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    result = invoke("doctor", "--model", tmp_path / "config.json", "--device", "cpu", "--state", "bf16")
+    assert result.exit_code == 0, result.output
+    assert "mlp.down_proj (x2)" in result.output and "32 x 64" in result.output and "256 x 32" in result.output
+
+
+def test_doctor_of_one_size(invoke):
+    result = invoke("doctor", "--size", "48x33", "--size", "5x7", "--device", "cpu")
+    assert "48 x 33" in result.output and "5 x 7" in result.output
+
+
+def test_doctor_names_a_wrong_argument(invoke):
+    for name, value in (
+        ("size", "big"),
+        ("device", "abacus"),
+        ("dtype", "int8"),
+        ("tokens", 0),
+        ("model", "none"),
+        ("rule", "adagrad"),
+        ("state", "int3"),
+    ):
+        result = invoke("doctor", f"--{name}", value)
+        assert result.exit_code == 2 and name in result.output, result.output
