@@ -447,21 +447,21 @@ def _unscale(func, grads, found_inf, inv_scale):
 class AppliedGrad(torch.Tensor):
     """Stands in `p.grad` after an update in backward: any use of it is an error that says what to do instead."""
 
-    name: str
+    parameter_name: str
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> AppliedGrad:
         self = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
-        self.name = name
+        self.parameter_name = name
         return self
 
     def __init__(self, *args) -> None:
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"AppliedGrad({self.name!r}: the gradient was already applied during backward)"
+        return f"AppliedGrad({self.parameter_name!r}: the gradient was already applied during backward)"
 
     def __deepcopy__(self, memo) -> None:
         return None
@@ -470,6 +470,6 @@ class AppliedGrad(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
         raise RuntimeError(
-            f"{func}: the gradient of {found[0].name!r} was already applied during backward (when='backward'). "
+            f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward (when='backward'). "
             "Clipping, gradient norms and a second backward before step() need when='step'."
         )

@@ -193,8 +193,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Once between two `step()`s, before the first update."""
         if self._began:
             return
-        if self.armed is not None:
-            self.armed()
         _refuse_several_processes()
         self._look_for_strangers()
         self._apply_skips()
@@ -387,6 +385,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 def _update_in_backward(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook: autograd has summed every contribution to this parameter."""
     optimizer._pass.enter()
+    if optimizer.armed is not None and not optimizer._began:
+        optimizer.armed()
     optimizer._begin()
     group = optimizer._group_of.get(parameter)
     grad = parameter.grad

@@ -77,28 +77,39 @@ def child_command():
     return [sys.executable, "-m", "fused_grad_optimizer.cli"], environment
 
 
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+class Runs:
+    """Reads run folders."""
+
+    tiny_config = TINY
+
+    @staticmethod
+    def metrics(folder: Path) -> list[dict]:
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    @classmethod
+    def curve(cls, folder: Path) -> list[dict]:
+        """The metrics without what the clock and the system decide."""
+        return [{k: v for k, v in m.items() if k not in CLOCK} for m in cls.metrics(folder)]
+
+    @staticmethod
+    def checkpoint(folder: Path) -> dict:
+        return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+    @classmethod
+    def assert_same(cls, a: Path, b: Path) -> None:
+        """Both folders hold the same loss curve, weights and optimizer states, bit for bit."""
+        assert cls.curve(a) == cls.curve(b)
+        one, other = cls.checkpoint(a), cls.checkpoint(b)
+        assert one["step"] == other["step"]
+        assert one["scheduler"] == other["scheduler"]
+        assert one["model"].keys() == other["model"].keys()
+        assert all(torch.equal(one["model"][k], other["model"][k]) for k in one["model"])
+        states, others = one["optimizer"]["state"], other["optimizer"]["state"]
+        assert states.keys() == others.keys() and states
+        for i, state in states.items():
+            assert all(torch.equal(state[k], others[i][k]) for k in state), i
 
 
-def curve_of(folder: Path) -> list[dict]:
-    """The metrics without what the clock and the system decide."""
-    return [{k: v for k, v in m.items() if k not in CLOCK} for m in metrics_of(folder)]
-
-
-def checkpoint_of(folder: Path) -> dict:
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    """Both folders hold the same loss curve, weights and optimizer states, bit for bit."""
-    assert curve_of(a) == curve_of(b)
-    one, other = checkpoint_of(a), checkpoint_of(b)
-    assert one["step"] == other["step"]
-    assert one["scheduler"] == other["scheduler"]
-    assert one["model"].keys() == other["model"].keys()
-    assert all(torch.equal(one["model"][k], other["model"][k]) for k in one["model"])
-    states, others = one["optimizer"]["state"], other["optimizer"]["state"]
-    assert states.keys() == others.keys() and states
-    for i, state in states.items():
-        assert all(torch.equal(state[k], others[i][k]) for k in state), i
+@pytest.fixture
+def runs() -> type[Runs]:
+    return Runs

@@ -6,8 +6,6 @@ import json
 
 import torch
 
-from tests.cli.conftest import TINY
-
 
 def test_doctor_shows_device_versions_and_paths(invoke):
     result = invoke("doctor", "--device", "cpu")
@@ -16,8 +14,8 @@ def test_doctor_shows_device_versions_and_paths(invoke):
         assert text in result.output
 
 
-def test_doctor_lists_the_layers_of_a_model(invoke, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+def test_doctor_lists_the_layers_of_a_model(invoke, runs, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(runs.tiny_config))
     result = invoke("doctor", "--model", tmp_path / "config.json", "--device", "cpu", "--state", "bf16")
     assert result.exit_code == 0, result.output
     assert "mlp.down_proj (x2)" in result.output and "32 x 64" in result.output and "256 x 32" in result.output

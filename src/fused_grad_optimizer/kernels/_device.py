@@ -7,6 +7,7 @@ import triton.language as tl
 
 from fused_grad_optimizer.storage.rounding import random_words as _random_words
 
+_random_words.__globals__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
 random_words = triton.jit(_random_words)
 
 

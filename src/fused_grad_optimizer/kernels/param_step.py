@@ -136,5 +136,5 @@ def sum_rows(ids: torch.Tensor, dy: torch.Tensor, num_rows: int) -> tuple[torch.
     row_sums = torch.empty(slots, k, dtype=torch.float32, device=ids.device)
     if slots and k:
         block = min(ROW_BLOCK, triton.next_power_of_2(k))
-        sum_rows_kernel[(slots, triton.cdiv(k, block))](order, dy, dy.stride(0), starts, row_sums, k, BLOCK=block)
+        sum_rows_kernel[(slots, triton.cdiv(k, block))](order, dy, dy.stride(0), starts, row_sums, k, BLOCK=block, enable_fp_fusion=False)
     return row_map, row_sums

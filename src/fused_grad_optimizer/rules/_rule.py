@@ -81,6 +81,7 @@ def update(*, states: tuple[str, ...], scalars: Callable[[Hyper, int, bool], tup
     """Decorator: registers an update function under its own name, with its torch twin and its Triton form."""
 
     def register(function: Callable) -> Update:
+        function.__globals__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
         kernel = triton.jit(function) if triton is not None else None
         UPDATES[function.__name__] = Update(function.__name__, states, function, scalars, twin(function), kernel)
         return UPDATES[function.__name__]

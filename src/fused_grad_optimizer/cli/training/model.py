@@ -48,8 +48,8 @@ def load_config(model: str | None, needs_weights: bool = True) -> Any:
         raise UsageError(f"--model {path} holds no weights; give {path / 'config.json'} to start from random ones")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"--model {path} is not a Hugging Face model config: {_first_line(error)}") from error
+    except Exception as error:  # whatever a model's own config class raises
+        raise UsageError(f"--model {path} is not a Hugging Face model config: {_one_line(error)}") from error
 
 
 def check_fits(config: Any, tokens: Tokens, settings: Settings) -> None:
@@ -84,7 +84,7 @@ def build_model(config: Any, settings: Settings) -> torch.nn.Module:
         else:
             model = random_model(config, dtype)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UsageError(f"--model {settings.model}: cannot be built: {_first_line(error)}") from error
+        raise UsageError(f"--model {settings.model}: cannot be built: {_one_line(error)}") from error
     return model.to(device=settings.device, dtype=dtype).train()
 
 
@@ -104,5 +104,6 @@ def _with_sdpa(make: Any) -> torch.nn.Module:
         return make()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -9,7 +9,6 @@ import pytest
 
 from fused_grad_optimizer.cli import main
 from fused_grad_optimizer.cli.training.checkpoint import FolderLock
-from tests.cli.conftest import TINY
 
 WRONG = [
     (["--rule", "adagrad"], "--rule"),
@@ -93,11 +92,13 @@ def test_data_folder(refused, tiny, tmp_path):
     [
         ("not json", "config"),
         ("{}", "config"),
-        (json.dumps({**TINY, "vocab_size": 100}), "vocabulary of 100"),
-        (json.dumps({**TINY, "hidden_size": 33}), "--model"),
+        ({"vocab_size": 100}, "vocabulary of 100"),
+        ({"hidden_size": 33}, "--model"),
     ],
 )
-def test_bad_model_config(invoke, tiny, tmp_path, content, part):
+def test_bad_model_config(invoke, runs, tiny, tmp_path, content, part):
+    if isinstance(content, dict):
+        content = json.dumps({**runs.tiny_config, **content})
     (tmp_path / "bad.json").write_text(content)
     result = invoke("train", *tiny, "--model", tmp_path / "bad.json", "--out", tmp_path / "run")
     assert result.exit_code == 2 and "--model" in result.output and part in result.output
