@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 
@@ -26,6 +27,21 @@ class TiedLM(nn.Module):
 
     def forward(self, ids):
         return self.head(self.body(self.embed(ids)))
+
+
+@contextlib.contextmanager
+def syncs_are_errors():
+    def mode(name):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+            torch.cuda.set_sync_debug_mode(name)
+
+    torch.cuda.synchronize()
+    mode("error")
+    try:
+        yield
+    finally:
+        mode("default")
 
 
 def loss_of(model, ids):
@@ -113,13 +129,9 @@ def test_no_host_synchronisation(when):
 
     ids = [ids_for(i) for i in range(4)]
     one_step(0)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_are_errors():
         one_step(1)
         one_step(2)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("when", ["backward", "step"])

@@ -1,0 +1,82 @@
+"""Rules against independent oracles in fp64 over 50 steps, and their refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fused_grad_optimizer.rules import RULES, get_rule
+from tests.reference.lion_paper import lion_steps
+
+CASES = [
+    ("adamw", torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}),
+    ("adamw", torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.0}),
+    ("adam", torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    ("adam", torch.optim.Adam, {"lr": 1e-2}),
+    ("sgd", torch.optim.SGD, {"lr": 1e-2}),
+    ("sgd", torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9}),
+    ("sgd", torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3}),
+    ("sgd", torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "nesterov": True}),
+]
+
+
+def gradients(steps=50, shape=(7, 5)):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps)]
+
+
+def twin_steps(name, hyper, weight, grads):
+    rule = get_rule(name)
+    hyper = {**rule.defaults, **hyper}
+    update = rule.select(hyper)
+    states = [torch.zeros_like(weight) for _ in update.states]
+    for i, g in enumerate(grads):
+        weight, *states = update.twin(update.scalars(hyper, i + 1, i == 0), weight, g, *states)
+    return weight
+
+
+@pytest.mark.parametrize("name, reference, hyper", CASES, ids=str)
+def test_twin_against_torch_optim_in_fp64(name, reference, hyper):
+    start = torch.randn(7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    parameter = torch.nn.Parameter(start.clone())
+    optimizer = reference([parameter], **hyper)
+    for g in gradients():
+        parameter.grad = g.clone()
+        optimizer.step()
+    result = twin_steps(name, hyper, start, gradients())
+    assert (result - parameter.detach()).norm() <= 1e-12 * parameter.detach().norm()
+    assert (result - start).norm() > 1e-3
+
+
+def test_lion_against_the_paper_in_fp64():
+    start = torch.randn(7, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    expected = lion_steps(start.numpy(), [g.numpy() for g in gradients()], 1e-2, 0.9, 0.99, 0.1)
+    result = twin_steps("lion", hyper, start, gradients()).numpy()
+    assert np.linalg.norm(result - expected) <= 1e-12 * np.linalg.norm(expected)
+
+
+def test_defaults_are_those_of_torch_optim():
+    for name, reference in (("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)):
+        theirs = reference([torch.nn.Parameter(torch.zeros(1))]).defaults
+        for key, value in RULES[name].defaults.items():
+            assert theirs[key] == value, (name, key)
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"lr": float("nan")}, {"weight_decay": -1}, {"betas": (1.0, 0.9)}, {"betas": (0.9,)},
+            {"eps": -1.0}, {"momentum": -0.1}, {"nesterov": True}], ids=str,
+)  # fmt: skip
+def test_bad_values_are_refused(name, bad):
+    rule = RULES[name]
+    if not set(bad) <= set(rule.defaults):
+        pytest.skip("not a hyper-parameter of this rule")
+    with pytest.raises(ValueError):
+        rule.validate({**rule.defaults, **bad})
+
+
+def test_unknown_rule_lists_the_known():
+    with pytest.raises(ValueError, match="adam, adamw, lion, sgd"):
+        get_rule("adamx")

@@ -1,0 +1,86 @@
+"""Stochastic rounding: unbiased, counter-based, exact on representable numbers, safe on NaN and inf."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
+from fused_grad_optimizer.storage.rounding import (
+    flat_index,
+    parameter_keys,
+    random_words,
+    round_stochastic_bf16,
+    step_keys,
+)
+
+
+def bits(count, seed=0, step=1, parameter=0, start=0):
+    index = flat_index(start, count, torch.device("cpu"))
+    first, second = random_words(index, *parameter_keys(step_keys(seed, step), parameter))
+    return first & 0xFFFF, (first >> 16) & 0xFFFF, second & 0xFFFF, (second >> 16) & 0xFFFF
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-9, 1.001, -3.14159, 1e-30, 1e30, 1e-39])
+def test_mean_is_unbiased_over_a_million_draws(value):
+    count = 1_000_000
+    x = torch.full((count,), value)
+    for word in bits(count):
+        rounded = round_stochastic_bf16(x, word).double()
+        spacing = (rounded.max() - rounded.min()).item()
+        error = abs(rounded.mean().item() - float(torch.tensor(value).double()))
+        assert error < 5 * 0.5 * spacing / count**0.5 + 1e-45  # five standard errors of a coin with two faces
+
+
+def test_representable_numbers_stay():
+    x = torch.randn(1000).bfloat16()
+    assert torch.equal(round_stochastic_bf16(x.float(), bits(1000)[0]), x)
+
+
+def test_nan_and_inf_stay():
+    x = torch.tensor([float("nan"), float("inf"), -float("inf")]).repeat(1000)
+    rounded = round_stochastic_bf16(x, bits(3000)[0])
+    assert torch.equal(rounded.isnan(), x.isnan())
+    assert torch.equal(rounded.isinf(), x.isinf())
+
+
+def test_bits_of_outputs_steps_seeds_and_parameters_are_unrelated():
+    count = 200_000
+    words = [*bits(count), bits(count, step=2)[0], bits(count, seed=1)[0], bits(count, parameter=1)[0],
+             bits(count, seed=1 << 40)[0]]  # fmt: skip
+    table = torch.stack(words).double()
+    correlation = torch.corrcoef(table) - torch.eye(len(words))
+    assert correlation.abs().max() < 6 / count**0.5
+    for word in words:  # uniform: mean and each bit
+        assert abs(word.double().mean() / 65535 - 0.5) < 6 * 0.2887 / count**0.5
+        for bit in range(16):
+            assert abs(((word >> bit) & 1).double().mean() - 0.5) < 6 * 0.5 / count**0.5
+
+
+def test_neighbours_are_unrelated():
+    word = bits(200_000)[0].double()
+    for lag in (1, 2, 16, 4096):
+        pair = torch.stack([word[:-lag], word[lag:]])
+        assert torch.corrcoef(pair)[0, 1].abs() < 6 / 200_000**0.5
+
+
+def test_bits_depend_on_the_flat_index_alone():
+    whole = bits(1000)[0]
+    parts = torch.cat([bits(300)[0], bits(700, start=300)[0]])
+    assert torch.equal(whole, parts)
+    wrapped = bits(10, start=(1 << 31) - 5)[0]
+    assert torch.equal(wrapped[5:], bits(5, start=1 << 31)[0])
+    assert torch.equal(bits(5, start=1 << 32)[0], bits(5)[0])
+
+
+def test_storages_of_dtypes():
+    assert weight_storage(torch.bfloat16, None).stochastic
+    assert not weight_storage(torch.bfloat16, "nearest").stochastic
+    assert state_storage(torch.float16, None).dtype == torch.float32
+    assert state_storage(torch.bfloat16, "fp32") is STORAGES["fp32"]
+    with pytest.raises(ValueError, match="int32"):
+        weight_storage(torch.int32, None)
+    with pytest.raises(ValueError, match="state='int3'"):
+        check_modes("int3", None)
+    with pytest.raises(ValueError, match="weight='up'"):
+        check_modes(None, "up")
