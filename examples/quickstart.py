@@ -1,6 +1,6 @@
 """The quick start: an MLP on the CPU, with the paper's API and with the one-line API. Runs in seconds.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import torch

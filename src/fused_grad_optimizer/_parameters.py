@@ -41,7 +41,9 @@ def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, opti
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name} is not initialised yet: run a forward before making the optimizer")
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):
-        raise ValueError(f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)")
+        raise ValueError(
+            f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)"
+        )
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided parameters are offered")
     if parameter.device.type == "meta":
@@ -75,7 +77,7 @@ def storage_order(parameter: torch.Tensor) -> tuple[int, ...] | None:
     """The permutation of dimensions that makes the parameter contiguous (channels_last weights), None if it is."""
     if parameter.is_contiguous():
         return None
-    return tuple(sorted(range(parameter.dim()), key=lambda d: (-parameter.stride(d), d)))
+    return tuple(sorted(range(parameter.dim()), key=lambda d: (-int(parameter.stride(d)), d)))
 
 
 def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
@@ -87,18 +89,14 @@ def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Te
     return tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0)
 
 
-def gradient_of(
-    parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None, maximize: bool
-) -> Gradient:
+def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None, maximize: bool) -> Gradient:
     """The gradient in the form kernels take; negated for `maximize`."""
+    if maximize:
+        grad = -grad
     if isinstance(grad, FactoredGrad):
-        if maximize:
-            grad = -grad
         if order is None:
             return grad.gradient()
         grad = grad.to_dense(torch.float32 if grad.dtype != torch.float64 else None)
-    elif maximize:
-        grad = -grad
     return Gradient([], [], dense=matrix_view(grad, order).contiguous())
 
 

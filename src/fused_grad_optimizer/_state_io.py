@@ -77,7 +77,9 @@ def _converted(optimizer: FusedOptimizer, parameter: torch.Tensor, values: dict[
         if key == "step" or value is None:
             continue
         if key not in known:
-            raise ValueError(f"state_dict holds {key!r} for {name}; {optimizer.rule.name} has {sorted(known) or 'none'}")
+            raise ValueError(
+                f"state_dict holds {key!r} for {name}; {optimizer.rule.name} has {sorted(known) or 'none'}"
+            )
         if tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in state_dict, the parameter {tuple(parameter.shape)}"

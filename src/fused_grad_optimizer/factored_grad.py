@@ -118,9 +118,11 @@ class FactoredGrad(torch.Tensor):
             ids = torch.cat([i for i, _ in self.rows]) if len(self.rows) > 1 else self.rows[0][0]
             dys = torch.cat([dy.to(dtype) for _, dy in self.rows]) if len(self.rows) > 1 else self.rows[0][1]
             row_map, row_sums = torch.ops.forge.sum_rows(ids, _unit_stride(dys), self.shape[0], dtype)
-        scale = self._scale
-        if not isinstance(scale, torch.Tensor):
-            scale = None if scale == 1.0 else torch.full((), scale, dtype=dtype, device=self.device)
+        scale: torch.Tensor | None = None
+        if isinstance(self._scale, torch.Tensor):
+            scale = self._scale
+        elif self._scale != 1.0:
+            scale = torch.full((), self._scale, dtype=dtype, device=self.device)
         dense = self.dense.contiguous() if self.dense is not None else None
         return Gradient([dy for dy, _ in pairs], [x for _, x in pairs], row_map, row_sums, scale, dense)
 
@@ -170,7 +172,9 @@ class FactoredGrad(torch.Tensor):
 
     def _multiply(self, factor: float | torch.Tensor) -> FactoredGrad:
         if isinstance(factor, torch.Tensor):
-            factor = factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
+            factor = (
+                factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
+            )
         self._scale = self._scale * factor
         if self.dense is not None:
             self.dense = self.dense * factor
@@ -234,7 +238,7 @@ class FactoredGrad(torch.Tensor):
         return _rebuild, arguments
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -311,7 +315,7 @@ def _new_empty_strided(func, grad, size, stride, **kwargs):
 
 @_handles(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 def _like(func, grad, **kwargs):
-    make = {aten.empty_like.default: torch.empty, aten.zeros_like.default: torch.zeros}.get(func, torch.ones)
+    make: Any = {aten.empty_like.default: torch.empty, aten.zeros_like.default: torch.zeros}.get(func, torch.ones)
     return make(grad.shape, dtype=kwargs.get("dtype") or grad.dtype, device=kwargs.get("device") or grad.device)
 
 
@@ -357,7 +361,8 @@ def _negated(func, grad):
 def _sum(func, a, b, *, alpha=1):
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or alpha != 1 or a.shape != b.shape:
         return NotImplemented
-    return a._copy()._add(b) if isinstance(a, FactoredGrad) else b._copy()._add(a)
+    first, second = (a, b) if isinstance(a, FactoredGrad) else (b, a)
+    return first._copy()._add(second)  # type: ignore[attr-defined]
 
 
 @_handles(aten.add_.Tensor)
@@ -367,7 +372,7 @@ def _sum_in_place(func, target, other, *, alpha=1):
     if isinstance(target, FactoredGrad):
         return target._add(other) if alpha == 1 else NotImplemented
     # An ordinary gradient stays one: the pieces are added to it.
-    for start, end, piece in other._chunks():
+    for start, end, piece in other._chunks():  # type: ignore[attr-defined]
         target[start:end].add_(piece.to(target.dtype), alpha=alpha)
     return target
 
@@ -411,16 +416,12 @@ def _foreach_zero(func, grads):
     _each(lambda g: g.zero_(), grads)
 
 
-@_handles(
-    aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.List
-)
+@_handles(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.List)
 def _foreach_mul(func, grads, other):
     _each(lambda g, o: g.mul_(o), grads, other)
 
 
-@_handles(
-    aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList, aten._foreach_div_.List
-)
+@_handles(aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList, aten._foreach_div_.List)
 def _foreach_div(func, grads, other):
     _each(lambda g, o: g.div_(o), grads, other)
 
@@ -467,7 +468,7 @@ class AppliedGrad(torch.Tensor):
         return None
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
         raise RuntimeError(
             f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward (when='backward'). "

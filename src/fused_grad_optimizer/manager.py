@@ -45,7 +45,9 @@ class FusedOptimizerManager:
         for name, config in layers.items():
             kind = (config["optimizer_type"], config["state_mode"])
             weight = model.get_submodule(name).weight
-            by_kind.setdefault(kind, []).append({"params": [(f"{name}.weight", weight)], "layer": name, **config["hyper"]})
+            by_kind.setdefault(kind, []).append(
+                {"params": [(f"{name}.weight", weight)], "layer": name, **config["hyper"]}
+            )
         try:
             for (rule, state), groups in by_kind.items():
                 optimizer = FusedOptimizer(groups, rule, when="backward", state=state, seed=seed)

@@ -54,9 +54,7 @@ def make_scalars(
     host = torch.tensor(values, dtype=torch.float32)
     if device.type == "cpu":
         return StepScalars(host, keys)
-    return StepScalars(
-        host.pin_memory().to(device, non_blocking=True), keys.pin_memory().to(device, non_blocking=True)
-    )
+    return StepScalars(host.pin_memory().to(device, non_blocking=True), keys.pin_memory().to(device, non_blocking=True))
 
 
 def _stores(storages: list[str]) -> tuple[tuple, bool]:
@@ -172,9 +170,7 @@ def _sum_rows_fake(ids, dy, num_rows, dtype):
     return ids.new_empty(num_rows, dtype=torch.int32), dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 
-def step(
-    target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor | None
-) -> None:
+def step(target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor | None) -> None:
     """Update `target` from `gradient` by the kernel that fits: `wgrad_step` with (dY, X) pairs, else `param_step`."""
     operator = torch.ops.forge.wgrad_step if gradient.dys else torch.ops.forge.param_step
     operator(

@@ -248,9 +248,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         key = (id(group), update.name, step_number, fresh, parameter.device, parameter.dtype)
         found = self._scalars.get(key)
         if found is None:
-            found = make_scalars(
-                update, group, step_number, fresh, group["seed"], parameter.device, parameter.dtype
-            )
+            found = make_scalars(update, group, step_number, fresh, group["seed"], parameter.device, parameter.dtype)
             self._scalars[key] = found
         return found
 
@@ -377,8 +375,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         self._apply_skips()
         _state_io.load_state(self, state_dict)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
 
 @torch.no_grad()
@@ -456,7 +454,7 @@ def fuse(
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if not any(True for _ in model.parameters()):
         raise ValueError("model has no parameters")
-    names = {p: n for n, p in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
     groups = list(model.named_parameters()) if param_groups is None else _named_groups(param_groups, names)
     optimizer = FusedOptimizer(groups, rule, when=when, state=state, weight=weight, seed=seed, **hyper)
     try:

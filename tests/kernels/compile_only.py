@@ -77,9 +77,9 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
                 {**constants, "BLOCK": 1024},
             )
     floats = torch.empty(8, 64)
-    longs = torch.empty(8, dtype=torch.int64)
-    yield "sum_rows", param_step.sum_rows_kernel, (longs, floats, 64, longs, floats, 64), {"BLOCK": 64, "enable_fp_fusion": False}
-    yield "nonfinite", finite.nonfinite_kernel, (floats, flag, 8, 64, 64), {"BLOCK": 4096, "enable_fp_fusion": False}
+    longs, unfused = torch.empty(8, dtype=torch.int64), {"enable_fp_fusion": False}
+    yield "sum_rows", param_step.sum_rows_kernel, (longs, floats, 64, longs, floats, 64), {"BLOCK": 64, **unfused}
+    yield "nonfinite", finite.nonfinite_kernel, (floats, flag, 8, 64, 64), {"BLOCK": 4096, **unfused}
 
 
 def _hyper() -> dict:

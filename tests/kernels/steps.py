@@ -45,7 +45,9 @@ def make_problem(
     row_map = row_sums = None
     if rows:
         ids = torch.randint(0, n, (rows,), generator=generator)
-        row_map, row_sums = ops.torch.ops.forge.sum_rows(ids.to(device), random(rows, k).to(device, dtype), n, torch.float32)
+        row_map, row_sums = torch.ops.forge.sum_rows(
+            ids.to(device), random(rows, k).to(device, dtype), n, torch.float32
+        )
     gradient = Gradient(
         [random(t, n).to(device, dtype) for t in tokens],
         [random(t, k).to(device, dtype) for t in tokens],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import re
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -71,12 +70,12 @@ def _model_sizes(model: str) -> list[Size]:
     from fused_grad_optimizer.cli.training.config import existing_path
     from fused_grad_optimizer.cli.training.model import load_config, quiet_transformers, random_model
 
-    path = Path(existing_path("model", model))
+    path = existing_path("model", model)
     quiet_transformers()
     from transformers.pytorch_utils import Conv1D
 
     with torch.device("meta"):
-        built = random_model(load_config(str(path), needs_weights=False), torch.float32)
+        built = random_model(load_config(path, needs_weights=False), torch.float32)
     counts: collections.Counter[Size] = collections.Counter()
     for name, module in built.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)):

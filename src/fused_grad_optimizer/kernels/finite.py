@@ -28,5 +28,12 @@ def check(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
         rows, columns = (1, count) if contiguous else (tensor.shape[0], tensor.shape[1])
         block = 4096
         nonfinite_kernel[(triton.cdiv(count, block),)](
-            tensor, flag, rows, columns, count if contiguous else tensor.stride(0), BLOCK=block, num_warps=8, enable_fp_fusion=False
+            tensor,
+            flag,
+            rows,
+            columns,
+            count if contiguous else tensor.stride(0),
+            BLOCK=block,
+            num_warps=8,
+            enable_fp_fusion=False,
         )

@@ -57,15 +57,15 @@ def param_step_kernel(
     if row_map is not None:
         v = offsets // k
         row = tl.load(row_map + v, mask=mask, other=-1)
-        g = tl.load(row_sums + row.to(tl.int64) * k + (offsets - v * k), mask=mask & (row >= 0), other=0.0).to(tl.float32)
+        g = tl.load(row_sums + row.to(tl.int64) * k + (offsets - v * k), mask=mask & (row >= 0), other=0.0).to(
+            tl.float32
+        )
     if scale is not None:
         g = g * tl.load(scale).to(tl.float32)
     if dense is not None:
         g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
     h = load_scalars(scalars, SCALARS)
-    step_tile(
-        weight, states, offsets, offsets.to(tl.int32), mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC
-    )
+    step_tile(weight, states, offsets, offsets.to(tl.int32), mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC)
 
 
 def launch(
@@ -136,5 +136,7 @@ def sum_rows(ids: torch.Tensor, dy: torch.Tensor, num_rows: int) -> tuple[torch.
     row_sums = torch.empty(slots, k, dtype=torch.float32, device=ids.device)
     if slots and k:
         block = min(ROW_BLOCK, triton.next_power_of_2(k))
-        sum_rows_kernel[(slots, triton.cdiv(k, block))](order, dy, dy.stride(0), starts, row_sums, k, BLOCK=block, enable_fp_fusion=False)
+        sum_rows_kernel[(slots, triton.cdiv(k, block))](
+            order, dy, dy.stride(0), starts, row_sums, k, BLOCK=block, enable_fp_fusion=False
+        )
     return row_map, row_sums

@@ -86,9 +86,7 @@ def _random16(start, like, parameter, keys, storages) -> list[torch.Tensor | Non
     return list(words[: len(storages)])
 
 
-def wgrad_step(
-    target: Target, gradient: Gradient, update: Update, h: tuple[float, ...], keys: tuple[int, int]
-) -> None:
+def wgrad_step(target: Target, gradient: Gradient, update: Update, h: tuple[float, ...], keys: tuple[int, int]) -> None:
     """Fused step: for each block of rows, its gradient, then the rule, then the gradient is dropped."""
     n, k = target.weight.shape
     dtype = compute_dtype(target.weight.dtype)
@@ -112,7 +110,9 @@ def wgrad(gradient: Gradient, out: torch.Tensor, start: int, n: int) -> None:
         out[first:last] = gradient_block(gradient, start + first, start + last, k, out.dtype, out.device)
 
 
-def sum_rows(ids: torch.Tensor, dy: torch.Tensor, num_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def sum_rows(
+    ids: torch.Tensor, dy: torch.Tensor, num_rows: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Embedding gradients summed by row: `(row_map int32 [num_rows], row_sums [U, K])`, see `Gradient`."""
     unique, inverse = torch.unique(ids, return_inverse=True)
     row_map = torch.full((num_rows,), -1, dtype=torch.int32, device=ids.device)
@@ -125,7 +125,9 @@ def sum_rows(ids: torch.Tensor, dy: torch.Tensor, num_rows: int, dtype: torch.dt
 def all_finite(tensors: list[torch.Tensor]) -> bool:
     """Whether every element is finite. A finite sum proves it without a temporary of the tensor's size."""
     for tensor in tensors:
-        if tensor.numel() and not torch.isfinite(tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)):
+        if tensor.numel() and not torch.isfinite(
+            tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
+        ):
             if not torch.isfinite(tensor).all():
                 return False
     return True

@@ -21,7 +21,9 @@ from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 
 @triton.jit
-def _accumulate(acc, dy, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr):
+def _accumulate(
+    acc, dy, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr
+):
     """acc += dY^T X over one segment. dY is loaded as [BLOCK_T, BLOCK_N] and transposed in registers."""
     offs_t = tl.arange(0, BLOCK_T)
     dy_pointers = dy + offs_t[:, None].to(tl.int64) * dy_stride + offs_n[None, :]
@@ -114,9 +116,7 @@ def wgrad_step_kernel(
     rows = row_start + offs_n
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     if table is None:
-        acc = _accumulate(
-            acc, dy + row_start, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION
-        )
+        acc = _accumulate(acc, dy + row_start, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION)
     else:
         for s in range(segments):
             entry = table + s * 5

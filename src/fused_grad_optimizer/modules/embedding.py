@@ -25,9 +25,7 @@ class _FactoredEmbedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
         if torch.is_grad_enabled():  # create_graph=True
-            dense = torch.ops.aten.embedding_dense_backward(
-                dy, ids, ctx.shape[0], padding_idx, ctx.scale_grad_by_freq
-            )
+            dense = torch.ops.aten.embedding_dense_backward(dy, ids, ctx.shape[0], padding_idx, ctx.scale_grad_by_freq)
             return None, dense, None, None
         ids = ids.reshape(-1).to(torch.int64, copy=True)  # a copy: input buffers are often refilled in place
         dy = dy.reshape(-1, ctx.shape[1])

@@ -1,6 +1,6 @@
 """Lion (arXiv:2302.06675, Algorithm 2).
 
-    c = beta1 m + (1 - beta1) g        p = p (1 - lr weight_decay) - lr sign(c)        m = beta2 m + (1 - beta2) g
+c = beta1 m + (1 - beta1) g        p = p (1 - lr weight_decay) - lr sign(c)        m = beta2 m + (1 - beta2) g
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _say_end(folder: Path, rows: list[Metrics], console: Console) -> None:
     console.print(
         f"Loss {first:.4f} (mean of the first {count} steps) -> {last:.4f} (mean of the last {count}), "
         f"peak memory {max(m['peak_mem_gib'] for m in rows):.2f} GiB. "
-        f"Model, metrics and plot are in {folder}",
+        f"Run folder: {folder}",
         highlight=False,
         soft_wrap=True,
     )

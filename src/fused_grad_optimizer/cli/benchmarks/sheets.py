@@ -1,0 +1,192 @@
+"""Result files as tables: for the terminal and, the same cells, for the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Result = Mapping[str, Any]
+NONE = "-"
+
+
+@dataclass
+class Sheet:
+    """A table of text; `notes` say what the numbers are, `slower` what got worse."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    left: int = 1
+    notes: list[str] = field(default_factory=list)
+    slower: list[str] = field(default_factory=list)
+
+
+def sheet(result: Result, only: Mapping[str, str] | None = None) -> Sheet:
+    """The table of a result file.
+
+    Args:
+        result: what `forge bench` wrote.
+        only: keep entries whose fields have these values, e.g. `{"rule": "adamw", "tokens": "512"}`.
+
+    Raises:
+        ValueError: the result is of no known kind, or `only` keeps nothing.
+    """
+    makers = {"kernel": _kernel_sheet, "step": _step_sheet}
+    kind = result.get("kind")
+    if kind not in makers:
+        raise ValueError(f"a result of kind {kind!r}; {' or '.join(makers)} is needed")
+    entries = [e for e in result["entries"] if all(str(e.get(k)) == v for k, v in (only or {}).items())]
+    if not entries:
+        raise ValueError(f"no entry has {', '.join(f'{k}={v}' for k, v in (only or {}).items())}")
+    made = makers[kind]({**result, "entries": entries})
+    made.notes.append(_where(result["environment"]))
+    return made
+
+
+def markdown(made: Sheet) -> str:
+    lines = [f"**{made.title}**", "", "| " + " | ".join(made.columns) + " |"]
+    lines.append("|" + "".join("---|" if i < made.left else "---:|" for i in range(len(made.columns))))
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in made.rows]
+    lines += ["", " ".join(made.notes)]
+    if made.slower:
+        lines += ["", "Slower or larger than a baseline:", ""] + [f"- {text}" for text in made.slower]
+    return "\n".join(lines)
+
+
+def print_sheet(made: Sheet, console: Any) -> None:
+    from rich.table import Table
+
+    table = Table(title=made.title)
+    for i, column in enumerate(made.columns):
+        table.add_column(column, justify="left" if i < made.left else "right")
+    for row in made.rows:
+        table.add_row(*row)
+    console.print(table)
+    for note in made.notes:
+        console.print(note, highlight=False)
+    console.print(
+        "Slower or larger than a baseline:" if made.slower else "Nothing is slower or larger than a baseline."
+    )
+    for text in made.slower:
+        console.print(f"  {text}", highlight=False)
+
+
+def _where(env: Mapping[str, Any]) -> str:
+    found = env["versions"]
+    driver = f", driver {env['driver']}" if env.get("driver") else ""
+    threads = f", {env['threads']} threads" if env.get("threads") else ""
+    named = [f"{name} {found[name]}" for name in ("torch", "triton", "transformers") if found.get(name)]
+    return (
+        f"{env['card']}{driver}{threads}; {', '.join(named)}; Python {found['python']}; {env['date'][:10]}, "
+        f"revision {(env['revision'] or 'unknown')[:12]}. Command: `{env['command']}`."
+    )
+
+
+def _number(value: float | None, form: str = ".0f") -> str:
+    return NONE if value is None else format(value, form)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+PATHS = {
+    "fused": "fused",
+    "fused_checked": "fused + finite check",
+    "dw_torch": "dW + torch fused",
+    "dw_param_step": "dW + param_step",
+    "dw": "dW alone",
+}
+BASELINES = ("dw_torch", "dw_param_step")
+
+
+def _kernel_sheet(result: Result) -> Sheet:
+    rows, slower = [], []
+    for entry in result["entries"]:
+        name = [f"{entry['n']} x {entry['k']}", str(entry["tokens"]), entry["rule"], entry["state"]]
+        if entry["status"] != "ok":
+            rows.append([*name, entry["status"], *[NONE] * 9])
+            continue
+        us = {path: entry["us"].get(path) for path in PATHS}
+        ratios = {path: us["fused"] / us[path] for path in BASELINES if us[path]}
+        shares = [
+            _number(us["fused"], _digits(us["fused"])),
+            _number(entry["gb_s"]),
+            _number(100 * entry["share"], ".0f") + "%",
+        ]
+        others = [_number(us[path], _digits(us[path])) for path in list(PATHS)[1:]]
+        rows.append([*name, *shares, *others, *(_number(ratios.get(p) and 1 / ratios[p], ".2f") for p in BASELINES)])
+        slower += [
+            f"{name[0]}, T={name[1]}, {name[2]}, {name[3]}: fused takes {ratio:.2f}x {PATHS[path]}"
+            for path, ratio in ratios.items()
+            if ratio > 1
+        ]
+    env = result["environment"]
+    columns = ["N x K", "T", "rule", "states", "fused us", "GB/s", "of copy"]
+    columns += [f"{text} us" for text in list(PATHS.values())[1:]] + [f"{PATHS[p]} / fused" for p in BASELINES]
+    library = "cuBLAS" if env["device"] == "cuda" else "torch"
+    notes = [
+        f"{result['dtype']} weights and inputs; medians of {result['rounds']} rounds over random data; dW by {library}. GB/s "
+        "counts weight and states read and written once and dY and X read once; copy ceiling in the same run: "
+        f"{result['copy_gb_s']:.0f} GB/s. Weights and states are rotated until they exceed the L2 cache "
+        f"{result['caches']} times; dY and X are not, as they are fresh in training too."
+    ]
+    if any("events" in entry.get("how", {}).values() for entry in result["entries"]):
+        notes.append("Some paths could not be captured in a CUDA graph: their times hold the host's launch cost.")
+    title = "One weight update: kernel times"
+    return Sheet(title, columns, rows, left=4, notes=notes, slower=slower)
+
+
+def _digits(us: float | None) -> str:
+    return ".1f" if us is not None and us < 100 else ".0f"
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _step_sheet(result: Result) -> Sheet:
+    entries = result["entries"]
+    rows, slower = [], []
+    for entry in entries:
+        if entry["status"] != "ok":
+            rows.append([entry["method"], entry["status"], *[NONE] * 4])
+            continue
+        rows.append(
+            [
+                entry["method"],
+                _number(entry["peak_gib"], ".2f" if entry["peak_gib"] >= 1 else ".3f"),
+                _number(entry["ms"], ".1f"),
+                _number(1000 * result["batch"] * result["seq"] / entry["ms"], ",.0f"),
+                _number(entry["loss_last"], ".3f"),
+                _number(entry["setup_s"], ".1f"),
+            ]
+        )
+    measured = [e for e in entries if e["status"] == "ok"]
+    for ours in (e for e in measured if e["method"].startswith("forge")):
+        for other in (e for e in measured if e["method"].startswith("torch")):
+            slower += _worse(ours, other)
+    columns = ["method", "peak GiB", "ms a step", "tokens/s", "loss at the end", "set-up s"]
+    size = (
+        f"{result['parameters'] / 1e9:.2f} B parameters"
+        if result["parameters"] >= 5e7
+        else f"{result['parameters']:,} parameters"
+    )
+    title = f"Whole step: {result['model']} ({size}), batch {result['batch']}, seq {result['seq']}, {result['dtype']}"
+    kind = (
+        "peak of the allocator during the timed steps, weights and states included"
+        if result["environment"]["device"] == "cuda"
+        else "peak resident size during the timed steps above that before the model was made, a process for each method"
+    )
+    notes = [
+        f"Random weights and tokens; {kind}; median of {result['steps']} steps after {result['warmup']}; set-up is making the model and "
+        "the first steps, compilation included. forward-backward takes no optimizer step. Losses are of the same batch after "
+        "the same number of steps."
+    ]
+    return Sheet(title, columns, rows, notes=notes, slower=slower)
+
+
+def _worse(ours: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key, what in (("ms", "time"), ("peak_gib", "peak memory")):
+        if other[key] and ours[key] > other[key]:
+            found.append(f"{ours['method']}: {ours[key] / other[key]:.2f}x the {what} of {other['method']}")
+    return found
