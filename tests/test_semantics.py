@@ -408,6 +408,32 @@ def test_factors_never_hold_more_than_a_dense_gradient():
 
 
 @BOTH
+def test_a_model_and_its_optimizer_are_freed(when):
+    model = mlp()
+    optimizer = forge.fuse(model, lr=LR, when=when)
+    model(data(0, 2, 6)).sum().backward()
+    optimizer.step()
+    alive = [weakref.ref(o) for o in (model, optimizer, optimizer.state[model[0].weight]["exp_avg"])]
+    del model, optimizer
+    gc.collect()
+    assert [r() is None for r in alive] == [True] * 3
+
+
+def test_a_deleted_optimizer_leaves_ordinary_gradients_and_no_hooks():
+    model = mlp()
+    forge.fuse(model, lr=LR)
+    gc.collect()
+    before = snapshot(model)
+    model(data(0, 2, 6)).sum().backward()
+    assert unchanged(model, before) and isinstance(model[0].weight.grad, FactoredGrad)
+    model.zero_grad()
+    second = forge.fuse(model, lr=LR)
+    model(data(0, 2, 6)).sum().backward()
+    second.step()
+    assert second.state[model[0].weight]["step"] == 1
+
+
+@BOTH
 def test_factors_are_freed(when):
     layer = nn.Linear(64, 64)
     optimizer = forge.fuse(layer, lr=LR, when=when)

@@ -77,7 +77,8 @@ def storage_order(parameter: torch.Tensor) -> tuple[int, ...] | None:
     """The permutation of dimensions that makes the parameter contiguous (channels_last weights), None if it is."""
     if parameter.is_contiguous():
         return None
-    return tuple(sorted(range(parameter.dim()), key=lambda d: (-int(parameter.stride(d)), d)))
+    strides = parameter.stride()
+    return tuple(sorted(range(parameter.dim()), key=lambda d: (-strides[d], d)))
 
 
 def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:

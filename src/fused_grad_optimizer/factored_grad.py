@@ -1,6 +1,6 @@
 """`FactoredGrad`: a weight gradient kept as its factors, `scale * (sum_i dY_i^T X_i + rows) + dense`.
 
-It is a `torch.Tensor` of the weight's shape and dtype that autograd, clipping and loss scaling handle as they handle any
+It is a `torch.Tensor` of the weight's shape and dtype that autograd, clipping and loss scaling handle like any other
 gradient, but no GEMM has run and no [N, K] tensor exists. Joining two of them joins their lists; a multiplication by a
 scalar, on the device or not, changes one 0-d scale and waits for nothing. Operations it does not know turn it into an
 ordinary dense gradient once, with a warning that names the operation.
@@ -186,9 +186,8 @@ class FactoredGrad(torch.Tensor):
             self.dense = other if self.dense is None else self.dense + other
             return self
         if other.pairs or other.rows:
-            if self.pairs or self.rows:
-                if not _same_scale(self._scale, other._scale):
-                    self.fold()
+            if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
+                self.fold()
             if not (self.pairs or self.rows):
                 self._scale = other._scale
         self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
@@ -471,6 +470,6 @@ class AppliedGrad(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
         raise RuntimeError(
-            f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward (when='backward'). "
-            "Clipping, gradient norms and a second backward before step() need when='step'."
+            f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward "
+            "(when='backward'). Clipping, gradient norms and a second backward before step() need when='step'."
         )

@@ -90,6 +90,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._records: dict[torch.Tensor, ParameterRecord] = {}
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._scalars: dict[Any, StepScalars] = {}
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove_all, self._hooks)
         self._pass = BackwardPass()
         self._began = False
         self._flags = SkipFlags()
@@ -127,22 +129,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._hook(parameter)
 
     def _hook(self, parameter: torch.Tensor) -> None:
-        """Have the parameter call back when autograd has summed its gradient. Frozen ones get theirs when they train."""
+        """Have autograd call back once it has summed the gradient. Frozen parameters get theirs when they train."""
         record = self._records[parameter]
         if record.hook is not None or not parameter.requires_grad or not parameter.is_leaf:
             return
         if self.when == "backward":
             record.applied = AppliedGrad(parameter, record.name)
-            record.hook = parameter.register_post_accumulate_grad_hook(partial(_update_in_backward, self))
+            # weakly: the collector cannot see a cycle through a tensor's hooks, the model would never be freed
+            record.hook = parameter.register_post_accumulate_grad_hook(partial(_update_in_backward, weakref.ref(self)))
         else:
             record.hook = parameter.register_post_accumulate_grad_hook(_fold_if_larger)
+        self._hooks.append(record.hook)
 
     def release(self) -> None:
         """Remove all hooks and give the parameters back: another optimizer can take them."""
+        _remove_all(self._hooks)
         for parameter, record in self._records.items():
-            if record.hook is not None:
-                record.hook.remove()
-                record.hook = None
+            record.hook = None
             if isinstance(parameter.grad, AppliedGrad):
                 parameter.grad = None
             give_up(parameter, self)
@@ -219,7 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     self.state[parameter]["step"] -= 1
         if names:
             warnings.warn(
-                f"NaN or inf in the gradients of {', '.join(names)}: these weights and their states were left untouched",
+                f"NaN or inf in the gradients of {', '.join(names)}: these and their states were left untouched",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -380,8 +383,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def _update_in_backward(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
+def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook: autograd has summed every contribution to this parameter."""
+    optimizer = reference()
+    if optimizer is None:
+        return
     optimizer._pass.enter()
     if optimizer.armed is not None and not optimizer._began:
         optimizer.armed()
@@ -399,6 +405,12 @@ def _update_in_backward(optimizer: FusedOptimizer, parameter: torch.Tensor) -> N
     if applied is None or applied.dtype != parameter.dtype or applied.device != parameter.device:
         applied = record.applied = AppliedGrad(parameter, record.name)
     parameter.grad = applied
+
+
+def _remove_all(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def _fold_if_larger(parameter: torch.Tensor) -> None:

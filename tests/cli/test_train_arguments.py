@@ -94,6 +94,7 @@ def test_data_folder(refused, tiny, tmp_path):
         ("{}", "config"),
         ({"vocab_size": 100}, "vocabulary of 100"),
         ({"hidden_size": 33}, "--model"),
+        (json.dumps({"model_type": "vit"}), "causal LM"),
     ],
 )
 def test_bad_model_config(invoke, runs, tiny, tmp_path, content, part):
@@ -102,6 +103,7 @@ def test_bad_model_config(invoke, runs, tiny, tmp_path, content, part):
     (tmp_path / "bad.json").write_text(content)
     result = invoke("train", *tiny, "--model", tmp_path / "bad.json", "--out", tmp_path / "run")
     assert result.exit_code == 2 and "--model" in result.output and part in result.output
+    assert not (tmp_path / "run").exists()
 
 
 def test_model_folder_without_weights_is_not_trained_from_random_ones(refused, tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""End to end on a GPU: equal to torch.optim, no memory for dW, no host synchronisation, skips learnt from the device."""
+"""End to end on a GPU: equal to torch.optim, no memory for dW, no host synchronisation, skips learnt late."""
 
 from __future__ import annotations
 

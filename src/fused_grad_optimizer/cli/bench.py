@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -54,7 +55,10 @@ def kernel(
     out: Annotated[Text, OUT] = None,
     revision: Annotated[Text, REVISION] = None,
 ) -> None:
-    """Time one weight update, fused, against dW + torch's fused optimizer and dW + param_step. Wrong results are not timed."""
+    """Time one weight update, fused, against dW + torch's fused optimizer and dW + param_step.
+
+    Each result is first checked against fp64; a wrong one is not timed.
+    """
     options = {k: v for k, v in locals().items() if k not in ("out", "revision")}
     with _usage_errors("kernel"):
         from fused_grad_optimizer.cli.benchmarks import kernel as bench
@@ -67,13 +71,12 @@ def kernel(
 @app.command()
 def step(
     model: Annotated[
-        Text,
-        _option("llama-3.1-8b, llama-1b, tiny, a config.json or its folder (default: llama-3.1-8b; tiny on a CPU)."),
+        Text, _option("llama-3.1-8b, llama-1b, tiny, or a config.json or its folder (default: the first; CPU: tiny).")
     ] = None,
     batch: Annotated[int, _option("Sequences in a step.", default=True)] = 1,
     seq: Annotated[int, _option("Tokens in a sequence.", default=True)] = 512,
     method: Annotated[
-        list[str] | None, _option("Method, see the table it prints; may be repeated (default: all).")
+        list[str] | None, _option("Method, as the table names them; may be repeated (default: all).")
     ] = None,
     state: Annotated[Text, _option("States here as fp32, bf16 or bf16-nearest (default: as the weights).")] = None,
     weight: Annotated[Text, WEIGHT] = None,
@@ -94,11 +97,10 @@ def step(
         settings, methods = _step_settings(bench, options)
         defaults = {"batch": 1, "seq": 512, "lr": 1e-5, "warmup": 3, "steps": 10, "seed": 0}
         command = _command("step", options, defaults)
-        parts = (Path(settings.model).stem, f"b{batch}", f"s{seq}")
+        parts = (bench.model_name(settings.model), f"b{batch}", f"s{seq}")
         bench.config_of(settings)
-        _measure(
-            lambda say: bench.run(settings, methods, say), torch.device(settings.device), command, out, revision, parts
-        )
+        place = torch.device(settings.device)
+        _measure(lambda say: bench.run(settings, methods, say), place, command, out, revision, parts)
 
 
 def _measure(
@@ -111,6 +113,8 @@ def _measure(
 ) -> None:
     """Run, save, show. Exit code 1 when something was wrong or failed; running out of memory is a result."""
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160  # a log has no width: keep rows whole
     environment = results.environment(device, command, revision)
     kind = command.split()[2]
     path = Path(out).expanduser() if out else results.default_path(kind, environment, *parts)

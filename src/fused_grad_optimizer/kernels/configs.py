@@ -1,5 +1,6 @@
-"""Kernel configurations, chosen from shape and dtype before the launch. Nothing is autotuned in place: a trial launch of
-a kernel that updates weights would apply the update once per trial.
+"""Kernel configurations, chosen from shape and dtype before the launch.
+
+Nothing is autotuned in place: a trial launch of a kernel that updates weights would apply the update once per trial.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ from fused_grad_optimizer.rules import Update
 from fused_grad_optimizer.storage import STORAGES
 from fused_grad_optimizer.storage.rounding import flat_index, parameter_keys, random_words
 
-# Elements of one block: small enough that its temporaries stay in a core's cache, large enough for an efficient GEMM.
-BLOCK_ELEMENTS = 1 << 17
+# Elements of one block. Measured on a 50M-parameter Llama on two cores: smaller blocks slow the GEMM, larger ones
+# push the rule's temporaries out of cache.
+BLOCK_ELEMENTS = 1 << 19
 
 
 def compute_dtype(weight_dtype: torch.dtype) -> torch.dtype:
@@ -125,9 +126,7 @@ def sum_rows(
 def all_finite(tensors: list[torch.Tensor]) -> bool:
     """Whether every element is finite. A finite sum proves it without a temporary of the tensor's size."""
     for tensor in tensors:
-        if tensor.numel() and not torch.isfinite(
-            tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
-        ):
-            if not torch.isfinite(tensor).all():
-                return False
+        total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
+        if not torch.isfinite(total) and not torch.isfinite(tensor).all():
+            return False
     return True

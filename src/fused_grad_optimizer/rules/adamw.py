@@ -3,7 +3,8 @@
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     p = p (1 - lr weight_decay) - lr / (1 - beta1^t)  m / (sqrt(v / (1 - beta2^t)) + eps)
 
-Adam adds `weight_decay p` to the gradient instead of shrinking the weight.
+Adam adds `weight_decay p` to the gradient instead of shrinking the weight. The second bias correction is folded into
+the step size and eps, which saves a division for each element.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from fused_grad_optimizer.rules._rule import (
 
 def _moments(hyper: Hyper, step: int) -> tuple[float, ...]:
     beta1, beta2 = (float(b) for b in hyper["betas"])
-    step_size = float(hyper["lr"]) / (1.0 - beta1**step)
-    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, math.sqrt(1.0 - beta2**step), float(hyper["eps"])
+    correction = math.sqrt(1.0 - beta2**step)
+    step_size = float(hyper["lr"]) / (1.0 - beta1**step) * correction
+    return beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, correction * float(hyper["eps"])
 
 
 def _adamw_scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]:
@@ -38,20 +40,20 @@ def _adam_scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]:
 
 @update(states=("exp_avg", "exp_avg_sq"), scalars=_adamw_scalars)
 def adamw(h, p, g, exp_avg, exp_avg_sq):
-    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = h
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     exp_avg = exp_avg * beta1 + g * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
-    p = p * decay - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) / correction + eps))
+    p = p * decay - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) + eps))
     return p, exp_avg, exp_avg_sq
 
 
 @update(states=("exp_avg", "exp_avg_sq"), scalars=_adam_scalars)
 def adam(h, p, g, exp_avg, exp_avg_sq):
-    weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction, eps = h
+    weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     g = g + weight_decay * p
     exp_avg = exp_avg * beta1 + g * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
-    p = p - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) / correction + eps))
+    p = p - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) + eps))
     return p, exp_avg, exp_avg_sq
 
 

@@ -129,9 +129,8 @@ def check(problem: Problem) -> dict[str, float]:
         copy = Target(first.weight.clone(), [s.clone() for s in first.states], first.storages, first.parameter)
         step(copy, problem.scalars(CHECK_LR))
         worst = 0.0
-        for name, value, exact, bound in zip(
-            ("weight", *problem.update.states), (copy.weight, *copy.states), reference, bounds
-        ):
+        names, values = ("weight", *problem.update.states), (copy.weight, *copy.states)
+        for name, value, exact, bound in zip(names, values, reference, bounds):
             error = _relative_error(value, exact)
             if not error <= bound:
                 raise WrongResult(f"{path}: the error of {name} is {error:.2e}, above {bound:.2e}")
@@ -152,10 +151,10 @@ def _reference_and_bounds(problem: Problem) -> tuple[list[torch.Tensor], list[fl
     x64 = x.double()
     for start in range(0, problem.case.n, rows):
         part = slice(start, start + rows)
-        in64 = update.twin(
-            h, before[0][part].double(), dy[:, part].double().t() @ x64, *(t[part].double() for t in before[1:])
-        )
-        in32 = update.twin(h, before[0][part].float(), dense[part].float(), *(t[part].float() for t in before[1:]))
+        weight, *states = (t[part] for t in before)
+        g64 = dy[:, part].double().t() @ x64
+        in64 = update.twin(h, weight.double(), g64, *(s.double() for s in states))
+        in32 = update.twin(h, weight.float(), dense[part].float(), *(s.float() for s in states))
         for i, (value64, value32) in enumerate(zip(in64, in32)):
             exact[i][part] = value64
             unfused[i][part] = value32.to(before[i].dtype)
@@ -185,11 +184,13 @@ def paths(problem: Problem) -> dict[str, list[timing.Call]]:
         "dw_param_step": lambda target: problem.param_step(target, scalars),
         "dw": lambda target: problem.dense_gradient(),
     }
-    calls = {name: [functools.partial(call, target) for target in problem.targets] for name, call in each.items()}
+    calls: dict[str, list[timing.Call]] = {
+        name: [functools.partial(call, target) for target in problem.targets] for name, call in each.items()
+    }
     if problem.kept.dtype == problem.dtype or not problem.update.states:
         with_torch = [_torch_step(problem, target) for target in problem.targets]
-        if all(with_torch):
-            calls["dw_torch"] = with_torch  # type: ignore[assignment]
+        if None not in with_torch:
+            calls["dw_torch"] = [call for call in with_torch if call is not None]
     return calls
 
 
@@ -198,6 +199,7 @@ def _torch_step(problem: Problem, target: Target) -> timing.Call | None:
     parameter = torch.nn.Parameter(target.weight)
     hyper = {**problem.hyper, "lr": TIMED_LR}
     rule = problem.case.rule
+    optimizer: torch.optim.Optimizer
     if rule in ("adamw", "adam"):
         kind = torch.optim.AdamW if rule == "adamw" else torch.optim.Adam
         optimizer = kind([parameter], **hyper, fused=True, capturable=problem.device.type == "cuda")
@@ -223,7 +225,7 @@ def measure_case(case: Case, settings: KernelSettings, ceiling: float) -> dict[s
         timed = {name: timing.prepare(calls, settings.device) for name, calls in paths(problem).items()}
         timing.take(list(timed.values()), settings.rounds)
     except WrongResult as error:
-        return {**entry, "status": f"not timed, wrong: {error}"}
+        return {**entry, "status": f"wrong, not timed: {error}"}
     except torch.OutOfMemoryError:
         return {**entry, "status": "out of memory"}
     us = {name: one.median_us for name, one in timed.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,16 @@ from torch import nn
 
 import fused_grad_optimizer as forge
 
-Step = Callable[[], Any]
-Method = Callable[[nn.Module, Any], Step]
+
+@dataclass(frozen=True)
+class Training:
+    """`step()` after each backward; `close()` at the end, so that nothing keeps the model alive."""
+
+    step: Callable[[], Any]
+    close: Callable[[], Any] = lambda: None
+
+
+Method = Callable[[nn.Module, Any], Training]
 METHODS: dict[str, Method] = {}
 
 
@@ -23,7 +32,7 @@ def method(name: str) -> Callable[[Method], Method]:
     return register
 
 
-def _ending(optimizer: torch.optim.Optimizer) -> Step:
+def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
@@ -31,61 +40,67 @@ def _ending(optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def _forge(model: nn.Module, settings: Any, when: str) -> Step:
-    return _ending(forge.fuse(model, "adamw", when=when, state=settings.state, weight=settings.weight, lr=settings.lr))
+def _adamw(parameters: Iterable[nn.Parameter], settings: Any, kind: str) -> Callable[[], None]:
+    return _step_of(torch.optim.AdamW(parameters, lr=settings.lr, fused=kind == "fused", foreach=kind == "foreach"))
+
+
+def _forge(model: nn.Module, settings: Any, when: str) -> Training:
+    optimizer = forge.fuse(model, "adamw", when=when, state=settings.state, weight=settings.weight, lr=settings.lr)
+    return Training(_step_of(optimizer), optimizer.release)
 
 
 @method("forge-backward")
-def forge_backward(model: nn.Module, settings: Any) -> Step:
+def forge_backward(model: nn.Module, settings: Any) -> Training:
     """Here, updating in backward."""
     return _forge(model, settings, "backward")
 
 
 @method("forge-step")
-def forge_step(model: nn.Module, settings: Any) -> Step:
+def forge_step(model: nn.Module, settings: Any) -> Training:
     """Here, updating in the step."""
     return _forge(model, settings, "step")
 
 
 @method("torch-adamw-fused")
-def torch_fused(model: nn.Module, settings: Any) -> Step:
+def torch_fused(model: nn.Module, settings: Any) -> Training:
     """torch.optim.AdamW(fused=True)."""
-    return _ending(torch.optim.AdamW(model.parameters(), lr=settings.lr, fused=True))
+    return Training(_adamw(model.parameters(), settings, "fused"))
 
 
 @method("torch-adamw-foreach")
-def torch_foreach(model: nn.Module, settings: Any) -> Step:
+def torch_foreach(model: nn.Module, settings: Any) -> Training:
     """torch.optim.AdamW(foreach=True)."""
-    return _ending(torch.optim.AdamW(model.parameters(), lr=settings.lr, foreach=True))
+    return Training(_adamw(model.parameters(), settings, "foreach"))
 
 
 @method("torch-adamw-fused-hooks")
-def torch_hooks(model: nn.Module, settings: Any) -> Step:
+def torch_hooks(model: nn.Module, settings: Any) -> Training:
     """torch.optim.AdamW(fused=True) for each parameter as soon as its gradient is there: one gradient at a time."""
+    handles = []
     for parameter in model.parameters():
-        step = _ending(torch.optim.AdamW([parameter], lr=settings.lr, fused=True))
-        parameter.register_post_accumulate_grad_hook(lambda _, step=step: step())
-    return lambda: None
+        step = _adamw([parameter], settings, "fused")
+        handles.append(parameter.register_post_accumulate_grad_hook(lambda _, step=step: step()))
+    return Training(lambda: None, lambda: [handle.remove() for handle in handles])
 
 
 @method("torch-adamw-fused-compiled")
-def torch_fused_compiled(model: nn.Module, settings: Any) -> Step:
+def torch_fused_compiled(model: nn.Module, settings: Any) -> Training:
     """torch.optim.AdamW(fused=True), decoder layers compiled."""
     _compile_layers(model)
     return torch_fused(model, settings)
 
 
 @method("forward-backward")
-def forward_backward(model: nn.Module, settings: Any) -> Step:
+def forward_backward(model: nn.Module, settings: Any) -> Training:
     """No optimizer: gradients are dropped."""
-    return model.zero_grad
+    return Training(model.zero_grad)
 
 
 @method("forward-backward-compiled")
-def forward_backward_compiled(model: nn.Module, settings: Any) -> Step:
+def forward_backward_compiled(model: nn.Module, settings: Any) -> Training:
     """No optimizer, decoder layers compiled."""
     _compile_layers(model)
-    return model.zero_grad
+    return forward_backward(model, settings)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -72,11 +72,11 @@ def _processor() -> str:
 
 def _git_revision() -> str | None:
     """The commit of this source, with "-dirty" where tracked files differ; None outside a git checkout."""
-    here = str(Path(__file__).parent)
-    if _output("git", "-C", here, "ls-files", Path(__file__).name) is None:
+    here = str(Path(__file__).parents[2])
+    if _output("git", "-C", here, "ls-files", "__init__.py") is None:
         return None  # installed somewhere inside another project's checkout
     commit = _output("git", "-C", here, "rev-parse", "HEAD")
-    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no", ":/src")
+    changed = _output("git", "-C", here, "status", "--porcelain", "--untracked-files=no", ".")
     return commit and (f"{commit}-dirty" if changed else commit)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 Result = Mapping[str, Any]
 NONE = "-"
+FAILED, SLOWER = "Not measured", "Slower or larger than a baseline"
 
 
 @dataclass
 class Sheet:
-    """A table of text; `notes` say what the numbers are, `slower` what got worse."""
+    """A table of text; `notes` say what the numbers are, `failed` why some are missing, `slower` what got worse."""
 
     title: str
     columns: list[str]
@@ -20,6 +21,7 @@ class Sheet:
     left: int = 1
     notes: list[str] = field(default_factory=list)
     slower: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 def sheet(result: Result, only: Mapping[str, str] | None = None) -> Sheet:
@@ -49,8 +51,9 @@ def markdown(made: Sheet) -> str:
     lines.append("|" + "".join("---|" if i < made.left else "---:|" for i in range(len(made.columns))))
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in made.rows]
     lines += ["", " ".join(made.notes)]
-    if made.slower:
-        lines += ["", "Slower or larger than a baseline:", ""] + [f"- {text}" for text in made.slower]
+    for heading, texts in ((FAILED, made.failed), (SLOWER, made.slower)):
+        if texts:
+            lines += ["", f"{heading}:", "", *(f"- {text}" for text in texts)]
     return "\n".join(lines)
 
 
@@ -65,21 +68,21 @@ def print_sheet(made: Sheet, console: Any) -> None:
     console.print(table)
     for note in made.notes:
         console.print(note, highlight=False)
-    console.print(
-        "Slower or larger than a baseline:" if made.slower else "Nothing is slower or larger than a baseline."
-    )
-    for text in made.slower:
-        console.print(f"  {text}", highlight=False)
+    for heading, texts in ((FAILED, made.failed), (SLOWER, made.slower)):
+        for i, text in enumerate(texts):
+            console.print(f"{heading}:\n  {text}" if i == 0 else f"  {text}", highlight=False, markup=False)
 
 
 def _where(env: Mapping[str, Any]) -> str:
     found = env["versions"]
+    commit, _, dirty = (env["revision"] or "unknown").partition("-")
+    revision = commit[:12] + (f"-{dirty}" if dirty else "")
     driver = f", driver {env['driver']}" if env.get("driver") else ""
     threads = f", {env['threads']} threads" if env.get("threads") else ""
     named = [f"{name} {found[name]}" for name in ("torch", "triton", "transformers") if found.get(name)]
     return (
         f"{env['card']}{driver}{threads}; {', '.join(named)}; Python {found['python']}; {env['date'][:10]}, "
-        f"revision {(env['revision'] or 'unknown')[:12]}. Command: `{env['command']}`."
+        f"revision {revision}. Command: `{env['command']}`."
     )
 
 
@@ -100,40 +103,43 @@ BASELINES = ("dw_torch", "dw_param_step")
 
 
 def _kernel_sheet(result: Result) -> Sheet:
-    rows, slower = [], []
+    rows, slower, failed = [], [], []
     for entry in result["entries"]:
         name = [f"{entry['n']} x {entry['k']}", str(entry["tokens"]), entry["rule"], entry["state"]]
         if entry["status"] != "ok":
-            rows.append([*name, entry["status"], *[NONE] * 9])
+            rows.append([*name, *[NONE] * 9])
+            failed.append(f"{_case(name)}: {entry['status']}")
             continue
         us = {path: entry["us"].get(path) for path in PATHS}
         ratios = {path: us["fused"] / us[path] for path in BASELINES if us[path]}
-        shares = [
-            _number(us["fused"], _digits(us["fused"])),
-            _number(entry["gb_s"]),
-            _number(100 * entry["share"], ".0f") + "%",
-        ]
-        others = [_number(us[path], _digits(us[path])) for path in list(PATHS)[1:]]
-        rows.append([*name, *shares, *others, *(_number(ratios.get(p) and 1 / ratios[p], ".2f") for p in BASELINES)])
-        slower += [
-            f"{name[0]}, T={name[1]}, {name[2]}, {name[3]}: fused takes {ratio:.2f}x {PATHS[path]}"
-            for path, ratio in ratios.items()
-            if ratio > 1
-        ]
+        times = [_number(us[path], _digits(us[path])) for path in PATHS]
+        rates = [_number(entry["gb_s"], ".1f" if entry["gb_s"] < 10 else ".0f"), f"{100 * entry['share']:.0f}%"]
+        gains = [_number(1 / ratios[path], ".2f") if path in ratios else NONE for path in BASELINES]
+        rows.append([*name, times[0], *rates, *times[1:], *gains])
+        worse = {path: ratio for path, ratio in ratios.items() if ratio > 1}
+        slower += [f"{_case(name)}: fused takes {ratio:.2f}x {PATHS[path]}" for path, ratio in worse.items()]
     env = result["environment"]
-    columns = ["N x K", "T", "rule", "states", "fused us", "GB/s", "of copy"]
-    columns += [f"{text} us" for text in list(PATHS.values())[1:]] + [f"{PATHS[p]} / fused" for p in BASELINES]
+    paths = list(PATHS.values())
+    columns = ["N x K", "T", "rule", "states", paths[0], "GB/s", "of copy", *paths[1:], "vs torch", "vs param_step"]
     library = "cuBLAS" if env["device"] == "cuda" else "torch"
     notes = [
-        f"{result['dtype']} weights and inputs; medians of {result['rounds']} rounds over random data; dW by {library}. GB/s "
-        "counts weight and states read and written once and dY and X read once; copy ceiling in the same run: "
-        f"{result['copy_gb_s']:.0f} GB/s. Weights and states are rotated until they exceed the L2 cache "
-        f"{result['caches']} times; dY and X are not, as they are fresh in training too."
+        f"{result['dtype']} weights and inputs; times in us, medians of {result['rounds']} rounds over random data; dW by "
+        f"{library}. The last two columns are {PATHS[BASELINES[0]]} and {PATHS[BASELINES[1]]} over fused: above 1, fused "
+        "is faster. GB/s counts weight and states read and written once and dY and X read once; a copy in the same run: "
+        f"{result['copy_gb_s']:.0f} GB/s."
     ]
+    if env["device"] == "cuda":
+        notes.append(
+            f"Weights with states take turns until together they exceed {result['caches']} L2 caches; dY and X stay, as "
+            "they are fresh in training too."
+        )
     if any("events" in entry.get("how", {}).values() for entry in result["entries"]):
         notes.append("Some paths could not be captured in a CUDA graph: their times hold the host's launch cost.")
-    title = "One weight update: kernel times"
-    return Sheet(title, columns, rows, left=4, notes=notes, slower=slower)
+    return Sheet("One weight update", columns, rows, left=4, notes=notes, slower=slower, failed=failed)
+
+
+def _case(name: list[str]) -> str:
+    return f"{name[0]}, T={name[1]}, {name[2]}, {name[3]}"
 
 
 def _digits(us: float | None) -> str:
@@ -145,10 +151,11 @@ def _digits(us: float | None) -> str:
 
 def _step_sheet(result: Result) -> Sheet:
     entries = result["entries"]
-    rows, slower = [], []
+    rows, slower, failed = [], [], []
     for entry in entries:
         if entry["status"] != "ok":
-            rows.append([entry["method"], entry["status"], *[NONE] * 4])
+            rows.append([entry["method"], *[NONE] * 5])
+            failed.append(f"{entry['method']}: {entry['status']}")
             continue
         rows.append(
             [
@@ -165,23 +172,23 @@ def _step_sheet(result: Result) -> Sheet:
         for other in (e for e in measured if e["method"].startswith("torch")):
             slower += _worse(ours, other)
     columns = ["method", "peak GiB", "ms a step", "tokens/s", "loss at the end", "set-up s"]
-    size = (
-        f"{result['parameters'] / 1e9:.2f} B parameters"
-        if result["parameters"] >= 5e7
-        else f"{result['parameters']:,} parameters"
-    )
-    title = f"Whole step: {result['model']} ({size}), batch {result['batch']}, seq {result['seq']}, {result['dtype']}"
+    count = result["parameters"]
+    size = f"{count / 1e9:.2f} B" if count >= 5e7 else f"{count:,}"
+    title = f"Whole step: {result['model']} ({size} parameters), batch {result['batch']}, seq {result['seq']}, {result['dtype']}"
     kind = (
         "peak of the allocator during the timed steps, weights and states included"
         if result["environment"]["device"] == "cuda"
         else "peak resident size during the timed steps above that before the model was made, a process for each method"
     )
     notes = [
-        f"Random weights and tokens; {kind}; median of {result['steps']} steps after {result['warmup']}; set-up is making the model and "
-        "the first steps, compilation included. forward-backward takes no optimizer step. Losses are of the same batch after "
-        "the same number of steps."
+        f"Random weights and tokens; {kind}; median of {result['steps']} steps after {result['warmup']}; set-up is making "
+        "the model and the first steps, compilation included. forward-backward takes no optimizer step. Losses are of the "
+        "same batch after the same number of steps."
     ]
-    return Sheet(title, columns, rows, notes=notes, slower=slower)
+    held = max((e.get("held_before_gib") or 0 for e in measured), default=0)
+    if held > 0.05:
+        notes.append(f"Up to {held:.2f} GiB were still held from an earlier method.")
+    return Sheet(title, columns, rows, notes=notes, slower=slower, failed=failed)
 
 
 def _worse(ours: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

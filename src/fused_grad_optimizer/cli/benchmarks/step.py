@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fused_grad_optimizer.cli.benchmarks.methods import METHODS, Step
+from fused_grad_optimizer.cli.benchmarks.methods import METHODS
 from fused_grad_optimizer.cli.training.config import UsageError, existing_path
 from fused_grad_optimizer.cli.training.memory import GIB, PeakMemory
 from fused_grad_optimizer.cli.training.model import load_config, quiet_transformers, random_model
@@ -33,8 +33,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "tiny": {
-        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": None,
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048,
+        "bos_token_id": None, "eos_token_id": None,
     },
 }  # fmt: skip
 
@@ -81,9 +82,6 @@ def parameter_count(config: Any) -> int:
 
 def measure(method: str, settings: StepSettings) -> dict[str, Any]:
     """One method in this process, which must hold nothing on the device. Failures become the entry's status."""
-    cuda = torch.device(settings.device).type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(settings.device)
     entry: dict[str, Any] = {"method": method}
     try:
         return {**entry, "status": "ok", **_measure(method, settings)}
@@ -102,19 +100,22 @@ def _measure(method: str, settings: StepSettings) -> dict[str, Any]:
     with torch.device(settings.device):
         model = random_model(config, getattr(torch, settings.dtype)).train()
         ids = torch.randint(0, config.get_text_config().vocab_size, (settings.batch, settings.seq))
-    step = METHODS[method](model, settings)
+    training = METHODS[method](model, settings)
 
     def once() -> torch.Tensor:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
-        step()
+        training.step()
         return loss.detach()
 
-    losses = [once() for _ in range(settings.warmup)]
-    _synchronize(settings.device)
-    setup = time.perf_counter() - begin
-    memory.resume()
-    seconds, timed_losses = _time_steps(once, settings)
+    try:
+        losses = [once() for _ in range(settings.warmup)]
+        _synchronize(settings.device)
+        setup = time.perf_counter() - begin
+        memory.resume()
+        seconds, timed_losses = _time_steps(once, settings)
+    finally:
+        training.close()
     values = [float(loss) for loss in losses + timed_losses]
     if not all(map(math.isfinite, values)):
         raise ArithmeticError(f"a loss is not finite: {values}")
@@ -129,7 +130,7 @@ def _measure(method: str, settings: StepSettings) -> dict[str, Any]:
     }
 
 
-def _time_steps(once: Step, settings: StepSettings) -> tuple[list[float], list[torch.Tensor]]:
+def _time_steps(once: Callable[[], torch.Tensor], settings: StepSettings) -> tuple[list[float], list[torch.Tensor]]:
     """Seconds from step to step. The host may run ahead of the device, as in training: no synchronisation between."""
     if torch.device(settings.device).type != "cuda":
         marks, losses = [time.perf_counter()], []
@@ -191,14 +192,16 @@ def run(settings: StepSettings, methods: tuple[str, ...], say: Callable[[str], N
         found = f"{entry['ms']:.1f} ms, {entry['peak_gib']:.2f} GiB" if entry["status"] == "ok" else entry["status"]
         say(f"{method}: {found}")
         entries.append(entry)
-    name = settings.model if settings.model in MODELS else _model_name(settings.model)
-    return {**dataclasses.asdict(settings), "model": name, "kind": "step", "parameters": count, "entries": entries}
+    about = {**dataclasses.asdict(settings), "model": model_name(settings.model)}
+    return {"kind": "step", **about, "parameters": count, "entries": entries}
 
 
-def _model_name(path: str) -> str:
-    """The folder's name: of the model folder, or of the one that holds the config.json."""
-    place = Path(path).expanduser().resolve()
-    return place.name if place.is_dir() or place.name != "config.json" else place.parent.name
+def model_name(model: str) -> str:
+    """A built-in name as it is; of a path, the model folder's name, or that of the folder around its config.json."""
+    if model in MODELS:
+        return model
+    place = Path(model).expanduser().resolve()
+    return place.name if place.is_dir() else place.parent.name if place.name == "config.json" else place.stem
 
 
 def _one_line(error: Exception) -> str:

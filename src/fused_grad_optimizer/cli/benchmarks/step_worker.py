@@ -1,4 +1,4 @@
-"""`python -m ...step_worker`: one method of `forge bench step`; the request on stdin, the entry as the last line printed."""
+"""`python -m ...step_worker`: one method of `forge bench step`; request on stdin, the entry is the last line printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing of repeated calls: replays of a CUDA graph where the calls can be captured, else events or the host's clock."""
+"""Timing of repeated calls: replays of a CUDA graph where they can be captured, else events or the host's clock."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fused_grad_optimizer.cli.training import checkpoint as files
 from fused_grad_optimizer.cli.training.config import RULE_SETTINGS, Settings, UsageError
 from fused_grad_optimizer.cli.training.data import Tokens, batch_at
 from fused_grad_optimizer.cli.training.memory import GIB, PeakMemory
-from fused_grad_optimizer.cli.training.model import build_model, random_model
+from fused_grad_optimizer.cli.training.model import build_model
 from fused_grad_optimizer.cli.training.report import Display, Metrics, MetricsFile, first_and_last, plot
 from fused_grad_optimizer.cli.training.signals import StopRequest
 
@@ -116,8 +116,6 @@ def run_folder(folder: Path, settings: Settings, inputs: Inputs, console: Consol
     0: all steps done. 1: the loss stayed NaN. 128 + number: stopped by that signal, resumable.
     """
     with StopRequest(lambda number: console.print("Stopping after this step; once more to stop at once.")) as stop:
-        with torch.device("meta"):
-            random_model(inputs.model_config, torch.float32)  # imports the model's code before memory is measured
         memory = PeakMemory(settings.device)
         model = build_model(inputs.model_config, settings)
         optimizer = make_optimizer(model, settings)

@@ -70,17 +70,26 @@ def check_fits(config: Any, tokens: Tokens, settings: Settings) -> None:
         raise UsageError(f"--seq {settings.seq} is longer than the model's longest sequence, {longest}")
 
 
+def try_model(config: Any, settings: Settings) -> None:
+    """Build the model without memory: refuses what cannot be built, and imports its code before memory is measured."""
+    try:
+        with torch.device("meta"):
+            random_model(config, torch.float32)
+    except Exception as error:  # whatever a model's own code raises
+        raise UsageError(f"--model {settings.model} cannot be built as a causal LM: {_one_line(error)}") from error
+
+
 def build_model(config: Any, settings: Settings) -> torch.nn.Module:
     """The model in training mode on its device; random weights depend on the seed alone."""
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, settings.dtype)
     torch.manual_seed(settings.seed)
-    pretrained = settings.model is not None and Path(settings.model).is_dir()
+    source = settings.model
     try:
-        if pretrained:
+        if source is not None and Path(source).is_dir():
             options = {"config": config, "dtype": dtype, "local_files_only": True}
-            model = _with_sdpa(lambda **kind: AutoModelForCausalLM.from_pretrained(settings.model, **options, **kind))
+            model = _with_sdpa(lambda **kind: AutoModelForCausalLM.from_pretrained(source, **options, **kind))
         else:
             model = random_model(config, dtype)
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -20,7 +20,7 @@ from fused_grad_optimizer.cli.training.compare import run_both
 from fused_grad_optimizer.cli.training.config import Settings, UsageError, resumed, settings_from
 from fused_grad_optimizer.cli.training.data import check_length, load_tokenizer, load_tokens
 from fused_grad_optimizer.cli.training.loop import Inputs, run_folder
-from fused_grad_optimizer.cli.training.model import check_fits, load_config, quiet_transformers
+from fused_grad_optimizer.cli.training.model import check_fits, load_config, quiet_transformers, try_model
 
 
 def start(given: Mapping[str, Any]) -> int:
@@ -78,6 +78,7 @@ def read_inputs(settings: Settings) -> Inputs:
     tokens = load_tokens(settings.data, tokenizer)
     check_length(tokens, settings.data, settings.seq)
     check_fits(config, tokens, settings)
+    try_model(config, settings)
     return Inputs(tokens, tokenizer, config)
 
 
