@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -48,10 +49,7 @@ def _at_end(function: Callable[[], None]) -> None:
 def _is_nested() -> bool:
     """Whether this backward was started inside another one (reentrant checkpointing)."""
     engine_calls = 0
-    frame: FrameType | None = None
-    import sys
-
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         engine_calls += frame.f_code.co_name == "_engine_run_backward"
         frame = frame.f_back
@@ -88,7 +86,10 @@ class BackwardPass:
             return
         if task not in self._open:
             nested = _is_nested()
-            if task in _SCALED_TASKS or (nested and _SCALED_TASKS):
+            scaled = task in _SCALED_TASKS or (nested and bool(_SCALED_TASKS))
+            if scaled or not nested:
+                _SCALED_TASKS.clear()  # what an exception left behind
+            if scaled:
                 raise RuntimeError(
                     "the loss was scaled by a GradScaler, and when='backward' applies gradients before they can be "
                     "unscaled; use when='step', or bf16 without a scaler. Nothing was changed."

@@ -296,12 +296,16 @@ def _inverse(value):
     return 1.0 / value
 
 
-@_handles(aten.detach.default, aten.clone.default, aten.alias.default)
+@_handles(aten.clone.default)
 def _clone(func, grad, **kwargs):
-    copy = grad._copy()
-    if func is aten.clone.default and copy.dense is not None:
-        copy.dense = copy.dense.clone()
-    return copy
+    return grad._copy()  # what is in it is never modified in place
+
+
+@_handles(aten.detach.default, aten.alias.default)
+def _alias(func, grad):
+    view = FactoredGrad(grad.shape, grad.dtype, device=grad.device)
+    view.__dict__ = grad.__dict__  # an alias shares its content: grad.detach().mul_(0.5) scales grad
+    return view
 
 
 @_handles(aten.new_empty_strided.default)

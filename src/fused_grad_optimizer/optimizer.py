@@ -122,6 +122,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, (_, parameter) in zip(names, named):
             if isinstance(parameter, torch.Tensor):
                 check_parameter(parameter, name, self.weight_mode, self)
+        if self.param_groups and "param_names" in self.param_groups[0]:
+            group["params"] = [(name, p) for name, (_, p) in zip(names, named)]  # torch wants names in all groups
         super().add_param_group(group)
         for name, (_, parameter) in zip(names, named):
             self._records[parameter] = ParameterRecord(name, len(self._records))
@@ -323,6 +325,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     todo.append((parameter, group, grad))
         if todo or self._pass.moved:
             self._begin()
+        else:
+            self._look_for_strangers()
         for parameter, group, grad in todo:
             self._hook(parameter)
             self._update(parameter, group, grad)

@@ -11,7 +11,7 @@ import fused_grad_optimizer as forge
 from .helpers import BOTH, LR, both, data, passes, ref, train
 
 TERMS = {
-    "sum": lambda y, z: y.sum(),
+    "sum": lambda y, z: y.sum() + 2 * z.sum(),
     "transposed": lambda y, z: torch.cat([y, z], -1).transpose(0, 1).contiguous().pow(2).sum(),
     "sliced": lambda y, z: y[..., ::2].sum() + z.pow(2).sum(),
     "expanded": lambda y, z: z[:1].expand(5, *z.shape[1:]).pow(3).sum() + y.pow(2).sum(),
@@ -44,9 +44,7 @@ class Two(nn.Module):
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize("shape", INPUTS)
 def test_every_gradient_with_every_input(when, term, shape):
-    if shape == "one-token" and term == "transposed":
-        pytest.skip("one dimension cannot be transposed")
-    if shape == "one-token" and term in ("strided", "all"):
+    if shape == "one-token" and term in ("transposed", "strided", "all"):
         pytest.skip("one dimension cannot be transposed")
     a, oa, b, ob = both(Two, when)
     ignore = train(a, oa, b, ob, lambda m, i: TERMS[term](m.l(INPUTS[shape](i)), m.r(INPUTS[shape](i))), 2)
@@ -98,9 +96,9 @@ def test_an_output_changed_in_place_by_a_later_operation(when):
 def test_a_gradient_changed_in_place_before_the_step_is_an_error_not_a_wrong_step():
     model = nn.Linear(6, 3, bias=False)
     optimizer = forge.fuse(model, lr=LR, when="step")
-    upstream = data(1, 4, 3)
+    upstream = data(1, 1, 3)  # one token: more would be folded into a dense gradient at once
     before = model.weight.detach().clone()
-    model(data(0, 4, 6)).backward(upstream)
+    model(data(0, 1, 6)).backward(upstream)
     upstream.zero_()
     with pytest.raises(RuntimeError, match="modified in place"):
         optimizer.step()

@@ -51,7 +51,10 @@ def gradient_block(
         out = part @ x if out is None else out.addmm_(part, x)
     if gradient.row_map is not None and gradient.row_sums is not None:
         rows = gradient.row_map[start:end]
-        found = gradient.row_sums[rows.clamp_min(0)].to(dtype) * (rows >= 0).unsqueeze(1)
+        if len(gradient.row_sums):
+            found = gradient.row_sums[rows.clamp_min(0)].to(dtype) * (rows >= 0).unsqueeze(1)
+        else:
+            found = torch.zeros(end - start, k, dtype=dtype, device=device)
         out = found if out is None else out.add_(found)
     if out is not None and gradient.scale is not None:
         out = out.mul_(gradient.scale.to(device=out.device, dtype=dtype))

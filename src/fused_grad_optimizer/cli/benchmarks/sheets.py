@@ -123,14 +123,18 @@ def _kernel_sheet(result: Result) -> Sheet:
     columns = ["N x K", "T", "rule", "states", paths[0], "GB/s", "of copy", *paths[1:], "vs torch", "vs param_step"]
     library = "cuBLAS" if env["device"] == "cuda" else "torch"
     notes = [
-        f"{result['dtype']} weights and inputs; times in us, medians of {result['rounds']} rounds over random data; dW by "
-        f"{library}. The last two columns are {PATHS[BASELINES[0]]} and {PATHS[BASELINES[1]]} over fused: above 1, fused "
-        "is faster. GB/s counts weight and states read and written once and dY and X read once; a copy in the same run: "
+        f"{result['dtype']} weights and inputs; times in us, medians of {result['rounds']} rounds over random data; "
+        f"dW by "
+        f"{library}. The last two columns are {PATHS[BASELINES[0]]} and {PATHS[BASELINES[1]]} over fused: "
+        f"above 1, fused "
+        "is faster. GB/s counts weight and states read and written once and dY and X read once; "
+        "a copy in the same run: "
         f"{result['copy_gb_s']:.0f} GB/s."
     ]
     if env["device"] == "cuda":
         notes.append(
-            f"Weights with states take turns until together they exceed {result['caches']} L2 caches; dY and X stay, as "
+            f"Weights with states take turns until together they exceed {result['caches']} L2 caches; "
+            f"dY and X stay, as "
             "they are fresh in training too."
         )
     if any("events" in entry.get("how", {}).values() for entry in result["entries"]):
@@ -174,15 +178,18 @@ def _step_sheet(result: Result) -> Sheet:
     columns = ["method", "peak GiB", "ms a step", "tokens/s", "loss at the end", "set-up s"]
     count = result["parameters"]
     size = f"{count / 1e9:.2f} B" if count >= 5e7 else f"{count:,}"
-    title = f"Whole step: {result['model']} ({size} parameters), batch {result['batch']}, seq {result['seq']}, {result['dtype']}"
+    shape = f"batch {result['batch']}, seq {result['seq']}, {result['dtype']}"
+    title = f"Whole step: {result['model']} ({size} parameters), {shape}"
     kind = (
         "peak of the allocator during the timed steps, weights and states included"
         if result["environment"]["device"] == "cuda"
         else "peak resident size during the timed steps above that before the model was made, a process for each method"
     )
     notes = [
-        f"Random weights and tokens; {kind}; median of {result['steps']} steps after {result['warmup']}; set-up is making "
-        "the model and the first steps, compilation included. forward-backward takes no optimizer step. Losses are of the "
+        f"Random weights and tokens; {kind}; median of {result['steps']} steps after {result['warmup']}; "
+        f"set-up is making "
+        "the model and the first steps, compilation included. forward-backward takes no optimizer step. "
+        "Losses are of the "
         "same batch after the same number of steps."
     ]
     held = max((e.get("held_before_gib") or 0 for e in measured), default=0)

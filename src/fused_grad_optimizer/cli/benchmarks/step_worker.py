@@ -1,4 +1,4 @@
-"""`python -m ...step_worker`: one method of `forge bench step`; request on stdin, the entry is the last line printed."""
+"""`python -m ...step_worker`: one method of `forge bench step`; request on stdin, the entry on the last line."""
 
 from __future__ import annotations
 
