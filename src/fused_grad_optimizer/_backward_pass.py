@@ -46,7 +46,7 @@ def _at_end(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-def _is_nested() -> bool:
+def is_nested() -> bool:
     """Whether this backward was started inside another one (reentrant checkpointing)."""
     engine_calls = 0
     frame: FrameType | None = sys._getframe(1)
@@ -72,8 +72,8 @@ class BackwardPass:
 
     @property
     def failed(self) -> bool:
-        """Whether a backward began and did not reach its end."""
-        return bool(self._open)
+        """Whether a backward moved something and did not reach its end."""
+        return bool(self._open) and bool(self.moved)
 
     def enter(self) -> None:
         """Called before each update.
@@ -85,7 +85,7 @@ class BackwardPass:
         if task == self._task:
             return
         if task not in self._open:
-            nested = _is_nested()
+            nested = is_nested()
             scaled = task in _SCALED_TASKS or (nested and bool(_SCALED_TASKS))
             if scaled or not nested:
                 _SCALED_TASKS.clear()  # what an exception left behind
@@ -101,6 +101,8 @@ class BackwardPass:
                     f"a second backward before step(): the gradients of {_names(self.moved)} were already applied. "
                     "Accumulating gradients or several losses need when='step'."
                 )
+            if not nested:
+                self._open.clear()  # one that was refused before it moved anything
             self._open.add(task)
             _at_end(lambda: self._open.discard(task))
         self._task = task

@@ -475,5 +475,6 @@ class AppliedGrad(torch.Tensor):
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
         raise RuntimeError(
             f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward "
-            "(when='backward'). Clipping, gradient norms and a second backward before step() need when='step'."
+            "(when='backward'). Clipping, gradient norms and a second backward before step() need when='step'. "
+            "With a FusedOptimizerManager, call pre_step() before each backward."
         )

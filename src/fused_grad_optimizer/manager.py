@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_grad_optimizer._backward_pass import is_nested
 from fused_grad_optimizer.modules import FusedLinear
 from fused_grad_optimizer.optimizer import FusedOptimizer
 
@@ -35,6 +36,7 @@ class FusedOptimizerManager:
         self._model = model
         self._armed = False
         self._lr_given = True
+        self._aliases: dict[str, str] = {}  # every name of a layer -> the first with the same weight
         self._groups: dict[str, dict[str, Any]] = {}  # layer name -> its parameter group
         self._optimizers: dict[tuple[str, str | None], FusedOptimizer] = {}
         layers = self._layers(model)
@@ -59,8 +61,7 @@ class FusedOptimizerManager:
                 optimizer.release()
             raise
 
-    @staticmethod
-    def _layers(model: nn.Module) -> dict[str, dict[str, Any]]:
+    def _layers(self, model: nn.Module) -> dict[str, dict[str, Any]]:
         """Settings by layer name; a tied weight appears once, and must be asked for with one setting."""
         layers: dict[str, dict[str, Any]] = {}
         seen: dict[int, str] = {}
@@ -68,6 +69,7 @@ class FusedOptimizerManager:
             if not isinstance(module, FusedLinear) or module.fused_config is None:
                 continue
             first = seen.setdefault(id(module.weight), name)
+            self._aliases[name] = first
             if first == name:
                 layers[name] = module.fused_config
             elif layers[first] != module.fused_config:
@@ -94,7 +96,7 @@ class FusedOptimizerManager:
             RuntimeError: an exception ended the last backward in its middle.
         """
         common = {**({"lr": lr} if lr is not None else {}), **hyper}
-        per_layer = per_layer or {}
+        per_layer = {self._aliases.get(name, name): changes for name, changes in (per_layer or {}).items()}
         for name in per_layer:
             if name not in self._groups:
                 raise ValueError(f"per_layer: {name!r} is not a fused layer; there are {', '.join(self._groups)}")
@@ -122,7 +124,8 @@ class FusedOptimizerManager:
         def disarm() -> None:
             self._armed = False
 
-        torch.autograd.Variable._execution_engine.queue_callback(disarm)
+        if not is_nested():  # the end of a checkpointed segment is not the end of the backward
+            torch.autograd.Variable._execution_engine.queue_callback(disarm)
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -75,7 +75,8 @@ def _wgrad_step(
     gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
     target = Target(weight, states, storages, parameter)
     if triton_reason(weight.device, weight.dtype) is not None:
-        tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
+        with torch.autocast(weight.device.type, enabled=False):  # the step is fp32 whatever block it is called in
+            tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
     else:
         from fused_grad_optimizer.kernels import wgrad_step as kernel
 
@@ -94,7 +95,8 @@ def _param_step(
     gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
     target = Target(weight, states, storages, parameter)
     if triton_reason(weight.device, weight.dtype) is not None:
-        tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
+        with torch.autocast(weight.device.type, enabled=False):  # the step is fp32 whatever block it is called in
+            tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
     else:
         from fused_grad_optimizer.kernels import param_step as kernel
 
@@ -116,7 +118,8 @@ def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, 
 
         kernel.launch(gradient, end - start, columns, row_start=start, out=out)
     else:
-        tile_cpu.wgrad(gradient, out, start, rows)
+        with torch.autocast(device.type, enabled=False):
+            tile_cpu.wgrad(gradient, out, start, rows)
     return out
 
 

@@ -181,6 +181,8 @@ def _device(options: dict[str, Any]) -> tuple[str, str]:
     device = find_device(options["device"])
     if torch.device(device).type not in ("cpu", "cuda"):
         raise UsageError(f"--device {device}: only cpu and cuda are measured")
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # events and kernels go to the current device
     return device, check_dtype(options["dtype"], device)
 
 

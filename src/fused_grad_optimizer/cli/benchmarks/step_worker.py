@@ -1,4 +1,4 @@
-"""`python -m ...step_worker`: one method of `forge bench step`; request on stdin, the entry on the last line."""
+"""One method of `forge bench step` in its own process: request on stdin; the last line printed is the entry."""
 
 from __future__ import annotations
 
