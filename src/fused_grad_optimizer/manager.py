@@ -109,6 +109,7 @@ class FusedOptimizerManager:
                     if key not in optimizer.defaults:
                         raise ValueError(f"{key} is not a hyper-parameter of {rule}: {', '.join(optimizer.defaults)}")
                 optimizer.rule.validate({**group, **changes[group["layer"]]})
+        self._armed = False
         for optimizer in self._optimizers.values():
             optimizer.step()
         for name, change in changes.items():

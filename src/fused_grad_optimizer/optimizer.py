@@ -392,10 +392,14 @@ def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch
     optimizer = reference()
     if optimizer is None:
         return
-    optimizer._pass.enter()
-    if optimizer.armed is not None and not optimizer._began:
-        optimizer.armed()
-    optimizer._begin()
+    try:
+        optimizer._pass.enter()
+        if optimizer.armed is not None and not optimizer._began:
+            optimizer.armed()
+        optimizer._begin()
+    except BaseException:
+        parameter.grad = None  # a refused gradient must not reach the next step
+        raise
     group = optimizer._group_of.get(parameter)
     grad = parameter.grad
     if group is None or grad is None:

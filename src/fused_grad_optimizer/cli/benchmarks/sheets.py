@@ -125,9 +125,9 @@ def _kernel_sheet(result: Result) -> Sheet:
     library = "cuBLAS" if env["device"] == "cuda" else "torch"
     notes = [
         f"{result['dtype']} weights and inputs; times in us, medians of {result['rounds']} rounds over random data; "
-        f"dW by {library}. The last two columns are {PATHS[BASELINES[0]]} and {PATHS[BASELINES[1]]} over fused: above "
-        "1, fused is faster. GB/s counts weight and states read and written once, dY and X read once; a copy in the "
-        f"same run: {result['copy_gb_s']:.0f} GB/s."
+        f"dW by {library}. The last two columns are {PATHS[BASELINES[0]]} and {PATHS[BASELINES[1]]} over fused: "
+        "above 1, fused is faster. GB/s counts weight and states read and written once, dY and X read once; a copy in "
+        f"the same run: {result['copy_gb_s']:.0f} GB/s."
     ]
     if env["device"] == "cuda":
         notes.append(
