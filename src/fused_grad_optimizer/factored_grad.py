@@ -138,7 +138,10 @@ class FactoredGrad(torch.Tensor):
     def to_dense(self, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> torch.Tensor:  # type: ignore[override]
         """The gradient as an ordinary tensor [N, K], summed in fp32 and rounded once to `dtype` (default: its own)."""
         with torch.no_grad():
-            out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+            dtype = dtype or self.dtype
+            if (self.pairs or self.rows) and dtype == compute_dtype(self.dtype):
+                return ops.wgrad(self.gradient(), self.shape, 0, self.shape[0], dtype)
+            out = torch.empty(self.shape, dtype=dtype, device=self.device)
             if not (self.pairs or self.rows):
                 return out.copy_(self.dense) if self.dense is not None else out.zero_()
             for start, end, piece in self._chunks():

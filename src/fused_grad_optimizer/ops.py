@@ -11,6 +11,7 @@ Operators made with `Library.define` cost about 2 us a call where `torch.library
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -69,13 +70,18 @@ def _h(scalars: torch.Tensor, keys: torch.Tensor) -> tuple[tuple[float, ...], tu
     return tuple(scalars.tolist()), (first, second)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager:
+    """Autocast off in this block; entering it costs nothing where it is off already."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
 def _wgrad_step(
     weight, states, dys, xs, row_map, row_sums, scale, dense, scalars, keys, flag, update, storages, parameter
 ) -> None:
     gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
     target = Target(weight, states, storages, parameter)
     if triton_reason(weight.device, weight.dtype) is not None:
-        with torch.autocast(weight.device.type, enabled=False):  # the step is fp32 whatever block it is called in
+        with torch.no_grad(), without_autocast(weight.device):  # the step is fp32 whatever block it is called in
             tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
     else:
         from fused_grad_optimizer.kernels import wgrad_step as kernel
@@ -95,7 +101,7 @@ def _param_step(
     gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
     target = Target(weight, states, storages, parameter)
     if triton_reason(weight.device, weight.dtype) is not None:
-        with torch.autocast(weight.device.type, enabled=False):  # the step is fp32 whatever block it is called in
+        with torch.no_grad(), without_autocast(weight.device):  # the step is fp32 whatever block it is called in
             tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
     else:
         from fused_grad_optimizer.kernels import param_step as kernel
@@ -118,7 +124,7 @@ def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, 
 
         kernel.launch(gradient, end - start, columns, row_start=start, out=out)
     else:
-        with torch.autocast(device.type, enabled=False):
+        with torch.no_grad(), without_autocast(device):
             tile_cpu.wgrad(gradient, out, start, rows)
     return out
 

@@ -7,12 +7,16 @@ that both give the same bits.
 
 from __future__ import annotations
 
+import math
+from functools import cache
+
 import torch
 
+from fused_grad_optimizer.kernels.elementwise import WORKSPACE, Elementwise
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 from fused_grad_optimizer.rules import Update
 from fused_grad_optimizer.storage import STORAGES
-from fused_grad_optimizer.storage.rounding import flat_index, parameter_keys, random_words
+from fused_grad_optimizer.storage.rounding import flat_index, parameter_keys, random16, random_words, round_bits
 
 # Elements of one block. Measured on a 50M-parameter Llama on two cores: smaller blocks slow the GEMM, larger ones
 # push the rule's temporaries out of cache.
@@ -41,53 +45,78 @@ def cast_factors(gradient: Gradient, dtype: torch.dtype) -> Gradient:
     )
 
 
-def gradient_block(
-    gradient: Gradient, start: int, end: int, k: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Rows `start:end` of the gradient, [end - start, k] in `dtype`; factors must already be in `dtype`."""
-    out = None
-    for dy, x in zip(gradient.dys, gradient.xs):
+def gradient_block(gradient: Gradient, start: int, out: torch.Tensor) -> torch.Tensor:
+    """Rows of the gradient from `start` on, written to `out` [rows, K]; factors must already be in its dtype."""
+    end = start + out.shape[0]
+    if not gradient.dys:
+        out.zero_()
+    for i, (dy, x) in enumerate(zip(gradient.dys, gradient.xs)):
         part = dy[:, start:end].t()
-        out = part @ x if out is None else out.addmm_(part, x)
-    if gradient.row_map is not None and gradient.row_sums is not None:
-        rows = gradient.row_map[start:end]
-        if len(gradient.row_sums):
-            found = gradient.row_sums[rows.clamp_min(0)].to(dtype) * (rows >= 0).unsqueeze(1)
+        if i == 0:
+            torch.mm(part, x, out=out)
         else:
-            found = torch.zeros(end - start, k, dtype=dtype, device=device)
-        out = found if out is None else out.add_(found)
-    if out is not None and gradient.scale is not None:
-        out = out.mul_(gradient.scale.to(device=out.device, dtype=dtype))
+            out.addmm_(part, x)
+    if gradient.row_map is not None and gradient.row_sums is not None and len(gradient.row_sums):
+        rows = gradient.row_map[start:end]
+        present = (rows >= 0).nonzero().flatten()
+        out.index_add_(0, present, gradient.row_sums[rows[present]].to(out.dtype))
+    if gradient.scale is not None:
+        out.mul_(gradient.scale.to(device=out.device, dtype=out.dtype))
     if gradient.dense is not None:
-        block = gradient.dense[start:end].to(dtype)
-        out = block if out is None else out.add_(block)
-    if out is None:
-        out = torch.zeros(end - start, k, dtype=dtype, device=device)
+        out.add_(gradient.dense[start:end])
     return out
+
+
+@cache
+def _rule(update: Update, scalars: int) -> Elementwise:
+    return Elementwise(update.twin, scalars, 2 + len(update.states), [0, *range(2, 2 + len(update.states))])
+
+
+@cache
+def _rounding(storage: int) -> Elementwise:
+    return Elementwise(lambda _, bits, *words: round_bits(bits, random16(words, storage)), 0, 3, [0])
+
+
+_WORDS = Elementwise(lambda keys, index: random_words(index, *keys), 2, 1, [None, None])
 
 
 def step_block(
     target: Target, gradient: torch.Tensor, start: int, update: Update, h: tuple[float, ...], keys: tuple[int, int]
 ) -> None:
     """Apply the rule to rows `start : start + len(gradient)` of the target. `gradient` is in the compute dtype."""
-    end, k = start + gradient.shape[0], gradient.shape[1]
-    tensors = [target.weight[start:end], *(s[start:end] for s in target.states)]
-    storages = [STORAGES[name] for name in target.storages]
-    random = _random16(start * k, gradient, target.parameter, keys, storages)
-    values = [s.read(t, gradient.dtype) for s, t in zip(storages, tensors)]
-    results = update.twin(h, values[0], gradient, *values[1:])
-    for storage, tensor, value, bits in zip(storages, tensors, results, random):
-        storage.write(tensor, value, bits)
+    end, dtype = start + gradient.shape[0], gradient.dtype
+    stored = [target.weight[start:end], *(s[start:end] for s in target.states)]
+    values = [t if t.dtype == dtype else _take_like(gradient).copy_(t) for t in stored]
+    _rule(update, len(h))(h, [values[0], gradient, *values[1:]])
+    words = _random_words(start, gradient, target, keys)
+    for i, (name, tensor, value) in enumerate(zip(target.storages, stored, values)):
+        if value is tensor:
+            continue
+        if STORAGES[name].stochastic:
+            single = value if dtype == torch.float32 else value.to(torch.float32)
+            bits = single.view(torch.int32)
+            _rounding(i)((), [bits, *words])
+            tensor.copy_(single)
+        else:
+            tensor.copy_(value)
+        WORKSPACE.give(value)
+    for word in words:
+        WORKSPACE.give(word)
 
 
-def _random16(start, like, parameter, keys, storages) -> list[torch.Tensor | None]:
-    """16 random bits for each storage that needs them (int32 tensors shaped like the block)."""
-    if not any(s.stochastic for s in storages):
-        return [None] * len(storages)
-    index = flat_index(start, like.numel(), like.device).view(like.shape)
-    first, second = random_words(index, *parameter_keys(keys, parameter))
-    words = (first & 0xFFFF, (first >> 16) & 0xFFFF, second & 0xFFFF, (second >> 16) & 0xFFFF)
-    return list(words[: len(storages)])
+def _take_like(block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return WORKSPACE.take(block.shape, dtype or block.dtype, block.device)
+
+
+def _random_words(start: int, like: torch.Tensor, target: Target, keys: tuple[int, int]) -> list[torch.Tensor]:
+    """The two random words of each element of a block, where a storage needs them."""
+    if not any(STORAGES[name].stochastic for name in target.storages):
+        return []
+    index = _take_like(like, torch.int32)
+    flat_index(start * like.shape[1], like.numel(), like.device, out=index.view(-1))
+    words = _WORDS(parameter_keys(keys, target.parameter), [index])
+    WORKSPACE.give(index)
+    return words
 
 
 def wgrad_step(target: Target, gradient: Gradient, update: Update, h: tuple[float, ...], keys: tuple[int, int]) -> None:
@@ -96,9 +125,17 @@ def wgrad_step(target: Target, gradient: Gradient, update: Update, h: tuple[floa
     dtype = compute_dtype(target.weight.dtype)
     gradient = cast_factors(gradient, dtype)
     rows = block_rows(n, k)
+    ready = gradient.dense if not gradient.dys and gradient.row_map is None else None
+    if ready is not None and ready.dtype != dtype:
+        ready = None
     for start in range(0, n, rows):
-        block = gradient_block(gradient, start, min(start + rows, n), k, dtype, target.weight.device)
-        step_block(target, block, start, update, h, keys)
+        count = min(rows, n - start)
+        if ready is not None:
+            step_block(target, ready[start : start + count], start, update, h, keys)
+            continue
+        block = WORKSPACE.take((count, k), dtype, target.weight.device)
+        step_block(target, gradient_block(gradient, start, block), start, update, h, keys)
+        WORKSPACE.give(block)
 
 
 def wgrad(gradient: Gradient, out: torch.Tensor, start: int, n: int) -> None:
@@ -106,12 +143,10 @@ def wgrad(gradient: Gradient, out: torch.Tensor, start: int, n: int) -> None:
 
     Blocks are those of the fused step when `start` is a multiple of `block_rows(n, k)`.
     """
-    k = out.shape[1]
     gradient = cast_factors(gradient, out.dtype)
-    rows = block_rows(n, k)
+    rows = block_rows(n, out.shape[1])
     for first in range(0, out.shape[0], rows):
-        last = min(first + rows, out.shape[0])
-        out[first:last] = gradient_block(gradient, start + first, start + last, k, out.dtype, out.device)
+        gradient_block(gradient, start + first, out[first : first + rows])
 
 
 def sum_rows(
@@ -129,7 +164,7 @@ def sum_rows(
 def all_finite(tensors: list[torch.Tensor]) -> bool:
     """Whether every element is finite. A finite sum proves it without a temporary of the tensor's size."""
     for tensor in tensors:
-        total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
-        if not torch.isfinite(total) and not torch.isfinite(tensor).all():
+        total = float(tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None))
+        if not math.isfinite(total) and not torch.isfinite(tensor).all():
             return False
     return True

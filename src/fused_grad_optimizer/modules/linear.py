@@ -10,6 +10,7 @@ from torch import nn
 
 from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.modules._registry import factors_wanted, register_factored
+from fused_grad_optimizer.ops import without_autocast
 
 
 class _FactoredLinear(torch.autograd.Function):
@@ -27,7 +28,7 @@ class _FactoredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy.device):
             return _FactoredLinear.gradients(ctx, dy)
 
     @staticmethod
@@ -64,7 +65,7 @@ def factored_linear(
         raise RuntimeError(f"expected input and weight of one dtype, but got {x.dtype} and {weight.dtype}")
     if bias is not None:
         bias = bias.to(x.dtype)
-    with torch.autocast(kind, enabled=False):
+    with without_autocast(x.device):
         return _FactoredLinear.apply(x, weight, bias, transposed)
 
 

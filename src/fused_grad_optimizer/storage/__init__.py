@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_grad_optimizer.storage.rounding import round_stochastic_bf16
-
 
 @dataclass(frozen=True)
 class Storage:
-    """One way to keep a tensor. `read` and `write` are the torch form; `kernels/_device.py` has the Triton form.
+    """One way to keep a tensor. Its loads and stores are in `kernels/`: `_device.py` (Triton), `tile_cpu.py` (torch).
 
     Attributes:
         name: the name operators and kernels use.
@@ -22,15 +20,6 @@ class Storage:
     name: str
     dtype: torch.dtype
     stochastic: bool = False
-
-    def read(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return stored.to(dtype)
-
-    def write(self, stored: torch.Tensor, value: torch.Tensor, random16: torch.Tensor | None) -> None:
-        if self.stochastic:
-            assert random16 is not None
-            value = round_stochastic_bf16(value.to(torch.float32), random16)
-        stored.copy_(value)
 
 
 STORAGES = {

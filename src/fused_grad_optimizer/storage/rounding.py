@@ -55,16 +55,30 @@ def random_words(index, key0, key1):
     return first, second
 
 
-def flat_index(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Flat element indices `start .. start + count - 1`, modulo 2^32, as int32."""
+def flat_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Flat element indices `start .. start + count - 1`, modulo 2^32, as int32 (in `out` [count] if given)."""
+    out = torch.empty(count, dtype=torch.int32, device=device) if out is None else out
     wrapped = _signed(start & _MASK)
     if wrapped + count < 1 << 31:
-        return torch.arange(wrapped, wrapped + count, dtype=torch.int32, device=device)
-    return torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
+        return torch.arange(wrapped, wrapped + count, dtype=torch.int32, device=device, out=out)
+    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device))
 
 
-def round_stochastic_bf16(value: torch.Tensor, random16: torch.Tensor) -> torch.Tensor:
-    """fp32 -> bf16, up with the probability of the discarded fraction. `random16` holds int32 values in [0, 65536)."""
-    bits = (value.view(torch.int32) + random16) & -65536
-    rounded = bits.view(torch.float32)
-    return torch.where(torch.isfinite(value), rounded, value).to(torch.bfloat16)
+def random16(words, storage: int):
+    """The 16 random bits, an int32 in [0, 65536), of the storage with this index, from `random_words`."""
+    word = words[storage // 2]
+    return (word >> 16) & 0xFFFF if storage % 2 else word & 0xFFFF
+
+
+def round_bits(bits, random):
+    """Stochastic rounding to bf16 on the int32 bits of an fp32: up with the probability of the discarded fraction.
+
+    The low 16 bits of the result are zero; NaN and inf stay as they are.
+    """
+    finite = (bits & 0x7F800000) != 0x7F800000
+    return torch.where(finite, (bits + random) & -65536, bits)
+
+
+def round_stochastic_bf16(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """fp32 -> bf16 with `round_bits`. `random` holds int32 values in [0, 65536)."""
+    return round_bits(value.view(torch.int32), random).view(torch.float32).to(torch.bfloat16)

@@ -55,6 +55,13 @@ def forge_backward(model: nn.Module, settings: Any) -> Training:
     return _forge(model, settings, "backward")
 
 
+@method("forge-backward-compiled")
+def forge_backward_compiled(model: nn.Module, settings: Any) -> Training:
+    """Here, updating in backward, decoder layers and loss compiled; the graph breaks at each factored layer."""
+    _compile_layers(model)
+    return _forge(model, settings, "backward")
+
+
 @method("forge-step")
 def forge_step(model: nn.Module, settings: Any) -> Training:
     """Here, updating in the step."""
@@ -83,9 +90,16 @@ def torch_hooks(model: nn.Module, settings: Any) -> Training:
     return Training(lambda: None, lambda: [handle.remove() for handle in handles])
 
 
+@method("torch-adamw-fused-hooks-compiled")
+def torch_hooks_compiled(model: nn.Module, settings: Any) -> Training:
+    """The same in hooks, decoder layers and loss compiled."""
+    _compile_layers(model)
+    return torch_hooks(model, settings)
+
+
 @method("torch-adamw-fused-compiled")
 def torch_fused_compiled(model: nn.Module, settings: Any) -> Training:
-    """torch.optim.AdamW(fused=True), decoder layers compiled."""
+    """torch.optim.AdamW(fused=True), decoder layers and loss compiled."""
     _compile_layers(model)
     return torch_fused(model, settings)
 
@@ -98,7 +112,7 @@ def forward_backward(model: nn.Module, settings: Any) -> Training:
 
 @method("forward-backward-compiled")
 def forward_backward_compiled(model: nn.Module, settings: Any) -> Training:
-    """No optimizer, decoder layers compiled."""
+    """No optimizer, decoder layers and loss compiled."""
     _compile_layers(model)
     return forward_backward(model, settings)
 
@@ -115,3 +129,6 @@ def _compile_layers(model: nn.Module) -> None:
         raise ValueError("the model holds no ModuleList of layers to compile")
     for layer in layers:
         layer.compile()
+    loss: Any = getattr(model, "loss_function", None)
+    if loss is not None:
+        setattr(model, "loss_function", torch.compile(loss))  # noqa: B010 (nn.Module's attributes have no such type)
