@@ -11,41 +11,8 @@ from torch import nn
 
 from fused_grad_optimizer import FusedLinear, FusedOptimizerManager
 
-LR = 1e-4
-
-
-def data(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def gap(a, b):
-    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters()))
-
-
-def snapshot(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def unchanged(model, before):
-    return all(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-
-
-def fused_layers(state_mode="fp32", optimizer_type="adamw", **hyper):
-    torch.manual_seed(0)
-    layers = [FusedLinear.from_linear(nn.Linear(6, 8), optimizer_type, state_mode, **hyper), nn.Tanh(),
-              FusedLinear.from_linear(nn.Linear(8, 3), optimizer_type, state_mode, **hyper)]  # fmt: skip
-    return nn.Sequential(*layers)
-
-
-def one_step(model, manager, other=None, seed=0, **pre):
-    manager.pre_step(**pre)
-    loss = model(data(seed, 4, 6)).square().sum()
-    loss.backward()
-    if other is not None:
-        other.step()
-        other.zero_grad()
-    return loss.item()
-
+from .cases.helpers import data, gap, snapshot, unchanged
+from .manager_helpers import LR, fused_layers, one_step
 
 # -- shared weights ------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ Example:
     >>> optimizer.step(); optimizer.zero_grad()
 """
 
-from fused_grad_optimizer.convert import ConversionReport, conversion_report, convert
+from fused_grad_optimizer.convert import ConversionReport, conversion_report, convert, fuse
 from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.manager import FusedOptimizerManager
 from fused_grad_optimizer.modules import FusedEmbedding, FusedLinear
-from fused_grad_optimizer.optimizer import FusedOptimizer, fuse
+from fused_grad_optimizer.optimizer import FusedOptimizer
 
 __all__ = [
     "ConversionReport",

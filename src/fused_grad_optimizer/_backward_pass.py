@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 # Graph tasks whose root is a loss scaled by an enabled GradScaler.
 _SCALED_TASKS: set[int] = set()
@@ -58,17 +62,58 @@ def is_nested() -> bool:
     return engine_calls > outer
 
 
+def _outermost_node() -> Any:
+    """The node that the outermost backward on this thread is running, seen from a nested one; None if unknown."""
+    node = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            node = frame.f_locals[frame.f_code.co_varnames[0]]
+        frame = frame.f_back
+    return node
+
+
+class _Watch:
+    """Held by the callbacks of one running backward: it dies with them, whether that backward ended well or not."""
+
+    def __init__(self, outermost: bool) -> None:
+        self.outermost = outermost
+
+
+# Stands for the number of an outermost backward of which so far only nested ones have been seen.
+_UNKNOWN = -1
+
+
 class BackwardPass:
-    """What happened since the last `step()`.
+    """What happened since the last `step()`. Optimizers that are stepped together share one.
+
+    A backward is told from the next by autograd's task numbers, which only grow. Reentrant checkpoints run each segment
+    as a backward of its own inside the outermost one: when nothing else has been updated, the outermost one is found
+    through the node it is running, and reached by a hook on the nodes it runs next.
+
+    Args:
+        closed_message: if given, each backward must be allowed by `armed = True`, or its first update raises this.
 
     Attributes:
         moved: names of the parameters updated, in order.
+        armed: whether a backward may start now; False again after one, if there is a `closed_message`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, closed_message: str | None = None) -> None:
+        self.closed_message = closed_message
+        self.armed = closed_message is None
+        self.end()
+
+    def end(self) -> None:
+        """Forget everything: the next backward is the first one."""
         self.moved: list[str] = []
-        self._open: set[int] = set()
-        self._task = -1
+        self._task = -1  # of the last update
+        self._forget_tasks()
+
+    def _forget_tasks(self) -> None:
+        self._open: dict[int, weakref.ref[_Watch]] = {}  # running backwards that updated something
+        self._first_nested = -1
+        self._outermost_ended = False
 
     @property
     def failed(self) -> bool:
@@ -79,33 +124,76 @@ class BackwardPass:
         """Called before each update.
 
         Raises:
-            RuntimeError: a second backward before `step()`, an earlier backward that failed, or a scaled loss.
+            RuntimeError: a second backward before `step()`, an earlier backward that failed, a scaled loss, or a
+                backward that was not allowed.
         """
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         if task not in self._open:
             nested = is_nested()
-            scaled = task in _SCALED_TASKS or (nested and bool(_SCALED_TASKS))
-            if scaled or not nested:
-                _SCALED_TASKS.clear()  # what an exception left behind
-            if scaled:
-                raise RuntimeError(
-                    "the loss was scaled by a GradScaler, and when='backward' applies gradients before they can be "
-                    "unscaled; use when='step', or bf16 without a scaler. Nothing was changed."
-                )
-            if not nested and self.failed:
-                raise RuntimeError(self.failure())
-            if not nested and self.moved:
-                raise RuntimeError(
-                    f"a second backward before step(): the gradients of {_names(self.moved)} were already applied. "
-                    "Accumulating gradients or several losses need when='step'."
-                )
-            if not nested:
-                self._open.clear()  # one that was refused before it moved anything
-            self._open.add(task)
-            _at_end(lambda: self._open.discard(task))
+            _refuse_scaled(task, nested)
+            if nested or task > self._first_nested:
+                self._refuse_second(nested)
+                if not self.armed:
+                    raise RuntimeError(self.closed_message)
+            if nested:
+                self._find_outermost()
+                self._first_nested = task if self._first_nested < 0 else self._first_nested
+            else:
+                self._open.pop(_UNKNOWN, None)
+            self._watch(task, outermost=not nested)
         self._task = task
+
+    def _refuse_second(self, nested: bool) -> None:
+        """Raise if the running backward is not the one that the earlier updates belong to."""
+        if nested and not self._outermost_ended and None not in self._watches():
+            return  # a further segment of the same backward
+        if self.failed:
+            raise RuntimeError(self.failure())
+        if self.moved and self.armed:
+            raise RuntimeError(
+                f"a second backward before step(): the gradients of {_names(self.moved)} were already applied. "
+                "Accumulating gradients or several losses need when='step'."
+            )
+        self._forget_tasks()  # of one that was refused before it moved anything
+
+    def _find_outermost(self) -> None:
+        """Watch the end of the backward around this nested one, unless that is done already."""
+        if any(watch is not None and watch.outermost for watch in self._watches()):
+            return
+        node = _outermost_node()
+        if node is None:
+            return
+        unknown = _Watch(outermost=True)
+        handles: list[Any] = []
+
+        def reached(*_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            if _UNKNOWN in self._open and self._open[_UNKNOWN]() is unknown:
+                del self._open[_UNKNOWN]
+                self._watch(torch._C._current_graph_task_id(), outermost=True)
+
+        handles += [after.register_prehook(reached) for after, _ in node.next_functions if after is not None]
+        if handles:
+            self._open[_UNKNOWN] = weakref.ref(unknown)
+
+    def _watches(self) -> list[_Watch | None]:
+        """Those of the backwards that did not end; None for each that an exception has ended."""
+        return [found() for found in list(self._open.values())]
+
+    def _watch(self, task: int, outermost: bool) -> None:
+        watch = _Watch(outermost)
+        self._open[task] = weakref.ref(watch)
+        _at_end(partial(self._close, task, watch))
+
+    def _close(self, task: int, watch: _Watch) -> None:
+        if task in self._open and self._open[task]() is watch:
+            del self._open[task]
+            if watch.outermost:
+                self._outermost_ended = True
+                self.armed = self.closed_message is None
 
     def failure(self) -> str:
         return (
@@ -113,8 +201,16 @@ class BackwardPass:
             "parameters did not move. Restore a checkpoint, or accept the partial step and go on."
         )
 
-    def end(self) -> None:
-        self.moved, self._open, self._task = [], set(), -1
+
+def _refuse_scaled(task: int, nested: bool) -> None:
+    scaled = task in _SCALED_TASKS or (nested and bool(_SCALED_TASKS))
+    if scaled or not nested:
+        _SCALED_TASKS.clear()  # what an exception left behind
+    if scaled:
+        raise RuntimeError(
+            "the loss was scaled by a GradScaler, and when='backward' applies gradients before they can be "
+            "unscaled; use when='step', or bf16 without a scaler. Nothing was changed."
+        )
 
 
 def _names(names: list[str], most: int = 20) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,3 +105,26 @@ def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, .
 
 def finite_operands(grad: torch.Tensor) -> list[torch.Tensor]:
     return grad.operands() if isinstance(grad, FactoredGrad) else [grad.contiguous()]
+
+
+def refuse_several_processes() -> None:
+    """Raise `ValueError` if torch.distributed runs with more than one process."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise ValueError(
+            "torch.distributed runs with several processes, which is not offered yet: factored gradients are not "
+            "exchanged, and each process would train its own model"
+        )
+
+
+def warn_about_rounding(parameters: Iterable[torch.Tensor], weight: str | None) -> None:
+    """Say what `weight="nearest"` costs, and when `weight` has no effect at all."""
+    dtypes = {p.dtype for p in parameters if p.is_floating_point()}
+    if torch.bfloat16 in dtypes and weight == "nearest":
+        warnings.warn(
+            "weight='nearest': bf16 weights are rounded to nearest, so updates under half a unit in the last place "
+            "are lost; weight='stochastic' keeps them on average",
+            stacklevel=3,
+        )
+    if weight is not None and dtypes and torch.bfloat16 not in dtypes:
+        warnings.warn(f"weight={weight!r} has no effect: no parameter is bf16", stacklevel=3)

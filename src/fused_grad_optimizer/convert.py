@@ -6,12 +6,14 @@ import fnmatch
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from fused_grad_optimizer.modules import FusedEmbedding, FusedLinear
 from fused_grad_optimizer.modules._registry import is_factored, register_factored
+from fused_grad_optimizer.optimizer import FusedOptimizer
 
 Exclude = Iterable[str] | Callable[[str, nn.Module], bool] | None
 
@@ -97,6 +99,20 @@ def _is_candidate(module: nn.Module) -> bool:
     return isinstance(module, (nn.Linear, nn.Embedding)) or _fused_class(module) is not None
 
 
+def convertible(model: nn.Module, exclude: Exclude = None) -> list[Any]:
+    """The modules of the model to which `convert` gives factored gradients, or gave them; nothing is changed.
+
+    Raises:
+        ValueError: an `exclude` pattern matches nothing.
+    """
+    excluded = _excluder(model, exclude)
+    return [
+        module
+        for name, module in model.named_modules()
+        if _is_candidate(module) and not excluded(name, module) and reason_to_skip(module) is None
+    ]
+
+
 def convert(model: nn.Module, exclude: Exclude = None) -> nn.Module:
     """Give the weights of linear layers, embeddings and GPT-2's Conv1D factored gradients. In place.
 
@@ -120,13 +136,7 @@ def convert(model: nn.Module, exclude: Exclude = None) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    excluded = _excluder(model, exclude)
-    chosen = [
-        module
-        for name, module in model.named_modules()
-        if _is_candidate(module) and not excluded(name, module) and reason_to_skip(module) is None
-    ]
-    for module in chosen:
+    for module in convertible(model, exclude):
         module.__class__ = _fused_class(module)
         register_factored(module.weight)
     return model
@@ -150,3 +160,65 @@ def conversion_report(model: nn.Module) -> ConversionReport:
         if id(parameter) not in covered and parameter.dim() > 1 and not name.startswith(inside or ("\0",)):
             report.skipped[name] = "used by a module that is neither a linear layer nor an embedding"
     return report
+
+
+def fuse(
+    model: nn.Module,
+    rule: str = "adamw",
+    *,
+    when: str = "backward",
+    state: str | None = None,
+    weight: str | None = None,
+    param_groups: Iterable | None = None,
+    exclude: Exclude = None,
+    seed: int = 0,
+    **hyper: Any,
+) -> FusedOptimizer:
+    """Convert `model` in place and return the optimizer that steps all its parameters.
+
+    Args:
+        model: any module; linear layers, embeddings and GPT-2's Conv1D get factored gradients.
+        param_groups: groups as for torch.optim, default one group of all parameters.
+        exclude: modules to leave with ordinary gradients, see `convert`. They are stepped all the same.
+        rule, when, state, weight, seed, **hyper: see `FusedOptimizer`.
+
+    Returns:
+        The optimizer; its `report` says what was converted and what was not and why.
+
+    Raises:
+        ValueError: as `FusedOptimizer` and `convert` do; an error leaves the optimizer unmade.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = fuse(model, "adamw", lr=1e-3)
+        >>> model(torch.ones(3, 4)).sum().backward()   # the weights move here
+        >>> optimizer.step(); optimizer.zero_grad()
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not any(True for _ in model.parameters()):
+        raise ValueError("model has no parameters")
+    names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
+    groups = list(model.named_parameters()) if param_groups is None else _named_groups(param_groups, names)
+    optimizer = FusedOptimizer(groups, rule, when=when, state=state, weight=weight, seed=seed, **hyper)
+    try:
+        convert(model, exclude)
+    except BaseException:
+        optimizer.release()
+        raise
+    optimizer.report = conversion_report(model)
+    optimizer.watch(model)
+    return optimizer
+
+
+def _named_groups(param_groups: Iterable, names: dict[torch.Tensor, str]) -> list:
+    """The same groups with the model's names, so that messages can name parameters."""
+
+    def named(parameters):
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return [p if isinstance(p, tuple) else (names.get(p, f"parameter {i}"), p) for i, p in enumerate(parameters)]
+
+    groups = list(param_groups)
+    if groups and isinstance(groups[0], dict):
+        return [{**group, "params": named(group["params"])} for group in groups]
+    return named(groups)

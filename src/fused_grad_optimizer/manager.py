@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from fused_grad_optimizer._backward_pass import is_nested
+from fused_grad_optimizer._backward_pass import BackwardPass
 from fused_grad_optimizer.modules import FusedLinear
 from fused_grad_optimizer.optimizer import FusedOptimizer
 
@@ -34,7 +33,7 @@ class FusedOptimizerManager:
 
     def __init__(self, model: nn.Module, *, seed: int = 0) -> None:
         self._model = model
-        self._armed = False
+        self._pass = BackwardPass("call manager.pre_step(lr=...) before each backward; nothing was changed")
         self._lr_given = True
         self._aliases: dict[str, str] = {}  # every name of a layer -> the first with the same weight
         self._groups: dict[str, dict[str, Any]] = {}  # layer name -> its parameter group
@@ -53,7 +52,7 @@ class FusedOptimizerManager:
         try:
             for (rule, state), groups in by_kind.items():
                 optimizer = FusedOptimizer(groups, rule, when="backward", state=state, seed=seed)
-                optimizer.armed = self._check_armed
+                optimizer._pass = self._pass
                 self._optimizers[(rule, state)] = optimizer
                 self._groups.update({group["layer"]: group for group in optimizer.param_groups})
         except BaseException:
@@ -109,24 +108,22 @@ class FusedOptimizerManager:
                     if key not in optimizer.defaults:
                         raise ValueError(f"{key} is not a hyper-parameter of {rule}: {', '.join(optimizer.defaults)}")
                 optimizer.rule.validate({**group, **changes[group["layer"]]})
-        self._armed = False
-        for optimizer in self._optimizers.values():
-            optimizer.step()
+        self._pass.armed = False
+        self._close_pass()
         for name, change in changes.items():
             self._groups[name].update(change)
-        self._armed = self._lr_given = True
+        self._pass.armed = self._lr_given = True
 
-    def _check_armed(self) -> None:
-        if not self._armed:
-            raise RuntimeError("call manager.pre_step(lr=...) before each backward; nothing was changed")
-        self._disarm_after_backward()
-
-    def _disarm_after_backward(self) -> None:
-        def disarm() -> None:
-            self._armed = False
-
-        if not is_nested():  # the end of a checkpointed segment is not the end of the backward
-            torch.autograd.Variable._execution_engine.queue_callback(disarm)
+    def _close_pass(self) -> None:
+        """End the pass of all optimizers; after a backward that failed, say which layers of any of them moved."""
+        failure = self._pass.failure() if self._pass.failed else None
+        for optimizer in self._optimizers.values():
+            if failure is None:
+                optimizer.step()
+            else:
+                optimizer._finish()
+        if failure is not None:
+            raise RuntimeError(failure)
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -21,8 +21,11 @@ from fused_grad_optimizer._parameters import (
     finite_operands,
     gradient_of,
     matrix_view,
+    refuse_several_processes,
     storage_order,
+    warn_about_rounding,
 )
+from fused_grad_optimizer._strangers import Strangers
 from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
 from fused_grad_optimizer.kernels import Target, triton_reason
 from fused_grad_optimizer.modules._registry import claim, give_up, is_factored
@@ -92,18 +95,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scalars: dict[Any, StepScalars] = {}
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove_all, self._hooks)
-        self._pass = BackwardPass()
+        self._pass = BackwardPass()  # a manager puts one for all its optimizers here
         self._began = False
         self._flags = SkipFlags()
-        self._model: weakref.ref | None = None
-        self._known_strangers: set[int] = set()
-        self.armed: Callable[[], None] | None = None  # the manager's check that pre_step() was called
+        self._strangers = Strangers()
         try:
             super().__init__(params, defaults)
         except BaseException:
             self.release()
             raise
-        self._warn_about_rounding()
+        warn_about_rounding(self._records, weight)
         if when == "backward":
             watch_grad_scaler()
 
@@ -115,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = group.get("params", ())
         group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
         self.rule.validate({**self.defaults, **group})
-        _refuse_several_processes()
+        refuse_several_processes()
         named = [p if isinstance(p, tuple) else (None, p) for p in params]
         count = len(self._records)
         names = [name or f"parameter {count + i}" for i, (name, _) in enumerate(named)]
@@ -157,40 +158,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def watch(self, model: nn.Module) -> None:
         """Warn from now on when the model holds trainable parameters that this optimizer does not step."""
-        self._model = weakref.ref(model)
-        self._known_strangers = set()
-
-    def _look_for_strangers(self) -> None:
-        model = self._model() if self._model is not None else None
-        if model is None:
-            return
-        found = []
-        for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad or parameter in self._records:
-                    continue
-                if id(parameter) not in self._known_strangers:
-                    self._known_strangers.add(id(parameter))
-                    found.append((key, parameter))
-        if found:
-            names = {id(p): n for n, p in model.named_parameters()}
-            listed = ", ".join(sorted({names.get(id(p), key) for key, p in found}))
-            warnings.warn(
-                f"the model has trainable parameters that this optimizer does not step: {listed}. They were added or "
-                "replaced after it was made: call add_param_group, or release() and fuse() again",
-                stacklevel=3,
-            )
-
-    def _warn_about_rounding(self) -> None:
-        dtypes = {p.dtype for p in self._records if p.is_floating_point()}
-        if torch.bfloat16 in dtypes and self.weight_mode == "nearest":
-            warnings.warn(
-                "weight='nearest': bf16 weights are rounded to nearest, so updates under half a unit in the last place "
-                "are lost; weight='stochastic' keeps them on average",
-                stacklevel=3,
-            )
-        if self.weight_mode is not None and dtypes and torch.bfloat16 not in dtypes:
-            warnings.warn(f"weight={self.weight_mode!r} has no effect: no parameter is bf16", stacklevel=3)
+        self._strangers = Strangers(model)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -198,8 +166,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Once between two `step()`s, before the first update."""
         if self._began:
             return
-        _refuse_several_processes()
-        self._look_for_strangers()
+        refuse_several_processes()
+        self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
@@ -288,7 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _say_once_if_dense(self, parameter: torch.Tensor, record: ParameterRecord, grad: torch.Tensor) -> None:
         dense = not isinstance(grad, FactoredGrad)
-        if dense and is_factored(parameter) and self._model is not None and "dense" not in record.said:
+        if dense and is_factored(parameter) and self._strangers.model is not None and "dense" not in record.said:
             record.said.add("dense")
             warnings.warn(
                 f"{record.name} got a dense gradient (it is used outside its module, or create_graph=True): it is "
@@ -313,8 +281,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._pass.failed:
             message = self._pass.failure()
-            self._drop_applied()
-            self._end()
+            self._finish()
             raise RuntimeError(message)
         todo = []
         for group in self.param_groups:
@@ -323,25 +290,26 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if grad is not None and not isinstance(grad, AppliedGrad):
                     check_gradient(grad, self.name_of(parameter))
                     todo.append((parameter, group, grad))
-        if todo or self._pass.moved:
+        if todo or self._began:
             self._begin()
         else:
-            self._look_for_strangers()
+            self._strangers.warn(self._records)
         for parameter, group, grad in todo:
             self._hook(parameter)
             self._update(parameter, group, grad)
             if self.when == "backward":
                 parameter.grad = None
-        self._drop_applied()
-        self._end()
+        self._finish()
         if self._flags.known:
             self._apply_skips()
         return loss
 
-    def _drop_applied(self) -> None:
+    def _finish(self) -> None:
+        """End the pass and take back what stands in `.grad` of the parameters that backward stepped."""
         for parameter in self._records:
             if isinstance(parameter.grad, AppliedGrad):
                 parameter.grad = None
+        self._end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, as in torch.optim.
@@ -352,8 +320,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._pass.moved:
             failed, message = self._pass.failed, self._pass.failure()
             moved = ", ".join(self._pass.moved[:20])
-            self._drop_applied()
-            self._end()
+            self._finish()
             if failed:
                 raise RuntimeError(message)
             raise RuntimeError(
@@ -394,8 +361,6 @@ def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch
         return
     try:
         optimizer._pass.enter()
-        if optimizer.armed is not None and not optimizer._began:
-            optimizer.armed()
         optimizer._begin()
     except BaseException:
         parameter.grad = None  # a refused gradient must not reach the next step
@@ -425,76 +390,3 @@ def _fold_if_larger(parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook of `when="step"`: factors never hold more than a dense gradient would."""
     if isinstance(parameter.grad, FactoredGrad):
         parameter.grad.fold_if_larger()
-
-
-def _refuse_several_processes() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ValueError(
-            "torch.distributed runs with several processes, which is not offered yet: factored gradients are not "
-            "exchanged, and each process would train its own model"
-        )
-
-
-def fuse(
-    model: nn.Module,
-    rule: str = "adamw",
-    *,
-    when: str = "backward",
-    state: str | None = None,
-    weight: str | None = None,
-    param_groups: Iterable | None = None,
-    exclude: Any = None,
-    seed: int = 0,
-    **hyper: Any,
-) -> FusedOptimizer:
-    """Convert `model` in place and return the optimizer that steps all its parameters.
-
-    Args:
-        model: any module; linear layers, embeddings and GPT-2's Conv1D get factored gradients.
-        param_groups: groups as for torch.optim, default one group of all parameters.
-        exclude: modules to leave with ordinary gradients, see `convert`. They are stepped all the same.
-        rule, when, state, weight, seed, **hyper: see `FusedOptimizer`.
-
-    Returns:
-        The optimizer; its `report` says what was converted and what was not and why.
-
-    Raises:
-        ValueError: as `FusedOptimizer` and `convert` do; an error leaves the optimizer unmade.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> optimizer = fuse(model, "adamw", lr=1e-3)
-        >>> model(torch.ones(3, 4)).sum().backward()   # the weights move here
-        >>> optimizer.step(); optimizer.zero_grad()
-    """
-    from fused_grad_optimizer.convert import conversion_report, convert
-
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not any(True for _ in model.parameters()):
-        raise ValueError("model has no parameters")
-    names: dict[torch.Tensor, str] = {p: n for n, p in model.named_parameters()}
-    groups = list(model.named_parameters()) if param_groups is None else _named_groups(param_groups, names)
-    optimizer = FusedOptimizer(groups, rule, when=when, state=state, weight=weight, seed=seed, **hyper)
-    try:
-        convert(model, exclude)
-    except BaseException:
-        optimizer.release()
-        raise
-    optimizer.report = conversion_report(model)
-    optimizer.watch(model)
-    return optimizer
-
-
-def _named_groups(param_groups: Iterable, names: dict[torch.Tensor, str]) -> list:
-    """The same groups with the model's names, so that messages can name parameters."""
-
-    def named(parameters):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return [p if isinstance(p, tuple) else (names.get(p, f"parameter {i}"), p) for i, p in enumerate(parameters)]
-
-    groups = list(param_groups)
-    if groups and isinstance(groups[0], dict):
-        return [{**group, "params": named(group["params"])} for group in groups]
-    return named(groups)

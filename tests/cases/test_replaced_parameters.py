@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -198,19 +199,67 @@ def test_a_change_of_dtype_goes_on_with_the_state_converted(when, make, source, 
 
 
 @BOTH
-def test_moving_a_model_after_a_gradient_is_there_does_not_step_wrongly(when):
-    """.to(dtype) between backward and step converts or refuses; it never mixes two dtypes in one step."""
-    a, oa, b, ob = both(mlp, when, state=None)
-    for model, optimizer in ((a, oa), (b, ob)):
-        model(data(0, 4, 6)).square().sum().backward()
-        if model is b:
-            before = snapshot(b)
-            try:
-                model.double()
-            except RuntimeError as error:
-                assert "when='step'" in str(error) or "densif" in str(error) or "applied" in str(error)
-                assert unchanged(b, before) or all(p.dtype == torch.float64 for p in b.parameters())
-                return
+@pytest.mark.parametrize("target", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("warm", [0, 2])
+def test_moving_a_model_after_a_gradient_is_there_equals_torch_optim(when, target, warm):
+    """.to(dtype) between backward and step; the oracle is trained in fp64 throughout by torch.optim.
+
+    bf16: the move rounds a weight by half a spacing and the step by up to one, 1.5 * 2^-7 of its size in all; rounding
+    both moments and the gradient by 2^-9 each changes an update by less than 0.01 lr.
+    """
+    lr = 0.1 if target == torch.bfloat16 else LR
+    torch.manual_seed(0)
+    model = mlp()
+    dense = copy.deepcopy(model).double()
+    optimizer, theirs = forge.fuse(model, when=when, lr=lr), torch.optim.AdamW(dense.parameters(), lr=lr)
+    for i in range(warm + 1):
+        before = snapshot(dense)
+        for m, o in ((dense, theirs), (model, optimizer)):
+            o.zero_grad()
+            m(data(i, 4, 6).to(m[0].weight.dtype)).square().sum().backward()
+            if m is model and i == warm:
+                move_and_step(m, o, target, when)
+            else:
+                o.step()
+    assert {p.dtype for p in model.parameters()} == {target}
+    for p, q, start in zip(model.parameters(), dense.parameters(), before):
+        rounded = 0.01 * lr + 1.5 * 2**-7 * q.abs() if target == torch.bfloat16 else 0.0
+        assert ((p.double() - q).abs() <= 1e-3 * lr * (warm + 1) + rounded).all()
+        assert (q - start).abs().max() > 0.5 * lr
+        assert optimizer.state[p]["step"] == warm + 1
+    go_on(model, optimizer, dense, theirs, lr * (warm + 2))
+
+
+def move_and_step(model, optimizer, target, when):
+    """Move, then step. A refusal is fine where the update was made in backward: then step first, and move after it."""
+    try:
+        model.to(target)
+    except RuntimeError as error:
+        assert when == "backward" and "already applied" in str(error)
         optimizer.step()
-    assert {p.dtype for p in b.parameters()} == {torch.float64}
-    assert passes(a.double(), b, 1)
+        model.to(target)
+    else:
+        optimizer.step()
+
+
+def go_on(model, optimizer, dense, theirs, way):
+    """One more step in the new dtype; in fp64 it equals the oracle's."""
+    before = snapshot(model)
+    for m, o in ((dense, theirs), (model, optimizer)):
+        o.zero_grad()
+        m(data(9, 4, 6).to(m[0].weight.dtype)).square().sum().backward()
+        o.step()
+    for p, q in zip(model.parameters(), before):
+        assert not torch.equal(p, q) and optimizer.state[p]["exp_avg"].dtype == p.dtype
+    if model[0].weight.dtype == torch.float64:
+        assert all((p - q).abs().max() <= 1e-3 * way for p, q in zip(model.parameters(), dense.parameters()))
+
+
+@pytest.mark.xfail(strict=True, reason="the refusal comes after the first weight was converted")
+def test_a_refused_move_leaves_the_model_in_one_dtype():
+    model = mlp()
+    forge.fuse(model, when="backward", lr=LR)
+    model(data(0, 4, 6)).square().sum().backward()
+    with contextlib.suppress(RuntimeError):
+        model.double()
+    assert len({p.dtype for p in model.parameters()}) == 1
