@@ -11,14 +11,17 @@ Operators made with `Library.define` cost about 2 us a call where `torch.library
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fused_grad_optimizer.kernels import Gradient, Target, tile_cpu, triton_reason
+from fused_grad_optimizer.kernels import Gradient, Target, dispatch, tile_cpu, triton_reason
+from fused_grad_optimizer.kernels.configs import gemm_config, hopper_config
 from fused_grad_optimizer.rules import UPDATES, Update, get_rule
-from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage
+from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
 from fused_grad_optimizer.storage.rounding import step_keys
 
 _LIBRARY = torch.library.Library("forge", "DEF")
@@ -75,43 +78,42 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def _wgrad_step(
+def _launch_step(launch, gradient: Gradient, target: Target, scalars, keys, flag, update: str, **options) -> None:
+    """Launch a Triton kernel that steps `target`."""
+    stores, stochastic = _stores(target.storages)
+    launch(
+        gradient, *options.pop("shape", ()), target=target, scalars=scalars, keys=keys, flag=flag,
+        update=UPDATES[update], stores=stores, stochastic=stochastic, **options,
+    )  # fmt: skip
+
+
+def _step(
     weight, states, dys, xs, row_map, row_sums, scale, dense, scalars, keys, flag, update, storages, parameter
 ) -> None:
+    """Both step operators: with (dY, X) pairs a GEMM kernel, without them `param_step`."""
     gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
     target = Target(weight, states, storages, parameter)
     if triton_reason(weight.device, weight.dtype) is not None:
         with torch.no_grad(), without_autocast(weight.device):  # the step is fp32 whatever block it is called in
             tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
-    else:
-        from fused_grad_optimizer.kernels import wgrad_step as kernel
+    elif not dys:
+        from fused_grad_optimizer.kernels import param_step
 
-        stores, stochastic = _stores(storages)
-        n, k = weight.shape
-        kernel.launch(
-            gradient, n, k, target=target, scalars=scalars, keys=keys, flag=flag,
-            update=UPDATES[update], stores=stores, stochastic=stochastic,
-        )  # fmt: skip
+        _launch_step(param_step.launch, gradient, target, scalars, keys, flag, update)
+    else:
+        launch, options = _gemm_kernel(gradient, weight.shape[0], weight.shape[1], [weight, *states])
+        _launch_step(launch, gradient, target, scalars, keys, flag, update, **options)
     torch.autograd.graph.increment_version([weight, *states])
 
 
-def _param_step(
-    weight, states, dys, xs, row_map, row_sums, scale, dense, scalars, keys, flag, update, storages, parameter
-) -> None:
-    gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
-    target = Target(weight, states, storages, parameter)
-    if triton_reason(weight.device, weight.dtype) is not None:
-        with torch.no_grad(), without_autocast(weight.device):  # the step is fp32 whatever block it is called in
-            tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
-    else:
-        from fused_grad_optimizer.kernels import param_step as kernel
+def _gemm_kernel(gradient: Gradient, n: int, k: int, targets: list[torch.Tensor]) -> tuple[Callable, dict[str, Any]]:
+    """The launch function of the kernel that fits, and its first arguments."""
+    if dispatch.choose(gradient, n, k, targets)[0] == dispatch.HOPPER:
+        config = hopper_config(sum(t.element_size() for t in targets))
+        return dispatch.hopper_kernel().launch, {"shape": (n, k), "config": config}  # type: ignore[union-attr]
+    from fused_grad_optimizer.kernels import wgrad_step
 
-        stores, stochastic = _stores(storages)
-        kernel.launch(
-            gradient, target, scalars=scalars, keys=keys, flag=flag,
-            update=UPDATES[update], stores=stores, stochastic=stochastic,
-        )  # fmt: skip
-    torch.autograd.graph.increment_version([weight, *states])
+    return wgrad_step.launch, {"shape": (n, k)}
 
 
 def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, dtype) -> torch.Tensor:
@@ -120,9 +122,13 @@ def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, 
     device = tensors[0].device if tensors else torch.device("cpu")
     out = torch.empty(end - start, columns, dtype=dtype, device=device)
     if dys and dtype == torch.float32 and out.numel() and triton_reason(device, dys[0].dtype) is None:
-        from fused_grad_optimizer.kernels import wgrad_step as kernel
+        if (start, end) == (0, rows):
+            launch, options = _gemm_kernel(gradient, rows, columns, [out])
+            launch(gradient, *options.pop("shape"), out=out, **options)
+        else:
+            from fused_grad_optimizer.kernels import wgrad_step
 
-        kernel.launch(gradient, end - start, columns, row_start=start, out=out)
+            wgrad_step.launch(gradient, end - start, columns, row_start=start, out=out)
     else:
         with torch.no_grad(), without_autocast(device):
             tile_cpu.wgrad(gradient, out, start, rows)
@@ -148,8 +154,8 @@ def _check_finite(tensors, flag) -> None:
 
 
 for _name, _function in {
-    "wgrad_step": _wgrad_step,
-    "param_step": _param_step,
+    "wgrad_step": _step,
+    "param_step": _step,
     "wgrad": _wgrad,
     "sum_rows": _sum_rows,
     "check_finite": _check_finite,
@@ -222,8 +228,17 @@ def explain(
     if reason is not None:
         rows = tile_cpu.block_rows(n, k)
         return "tile_cpu", f"{reason}; torch operations on blocks of {rows} rows; {kept}"
-    from fused_grad_optimizer.kernels.configs import gemm_config
-
-    config = gemm_config(n, k, input_dtype or weight_dtype)
+    inputs = input_dtype or weight_dtype
+    gradient = Gradient([_sample(t, n, inputs, device)], [_sample(t, k, inputs, device)])
+    storages = [weight_storage(weight_dtype, None), *[state_storage(weight_dtype, state)] * 2]
+    kernel, reason = dispatch.choose(gradient, n, k, [_sample(1, k, s.dtype, device) for s in storages])
+    if kernel == dispatch.HOPPER:
+        return kernel, f"Hopper kernel ({reason}), T={t}; {kept}"
+    config = gemm_config(n, k, inputs)
     tile = f"{config.block_n}x{config.block_k}x{config.block_t}"
-    return "wgrad_step", f"portable Triton kernel, tiles {tile}, T={t}; {kept}"
+    return kernel, f"portable Triton kernel ({reason}), tiles {tile}, T={t}; {kept}"
+
+
+def _sample(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Two rows (or fewer) of a contiguous tensor: enough to see its strides and alignment."""
+    return torch.empty(min(rows, 2), columns, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for several GPU architectures on a machine without a GPU.
 
-    python tests/kernels/compile_only.py [sm ...]
+    python -m tests.kernels.compile_only [sm ...]
 
 A fake driver tells Triton which target to compile for; nothing is launched. Prints one line for each kernel.
 """

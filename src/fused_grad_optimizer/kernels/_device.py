@@ -44,11 +44,13 @@ def store_nearest(pointers, mask, value, random16):
 
 @triton.jit
 def store_stochastic_bf16(pointers, mask, value, random16):
-    """fp32 -> bf16, up with the probability of the discarded fraction; NaN and inf as they are."""
+    """fp32 -> bf16, up with the probability of the discarded fraction; inf as it is, NaN as a NaN.
+
+    The upper half of the bits is stored as an int16, which needs no masking and no conversion.
+    """
     bits = value.to(tl.int32, bitcast=True)
-    rounded = ((bits + random16) & -65536).to(tl.float32, bitcast=True)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    tl.store(pointers, tl.where(finite, rounded, value).to(tl.bfloat16), mask=mask)
+    rounded = tl.where(value == value, bits + random16, 0x7FC00000) >> 16
+    tl.store(pointers.to(tl.pointer_type(tl.int16), bitcast=True), rounded.to(tl.int16), mask=mask)
 
 
 @triton.jit

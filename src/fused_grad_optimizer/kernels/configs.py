@@ -22,6 +22,40 @@ class GemmConfig:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class HopperConfig:
+    """Of `wgrad_step_hopper`: tile [block_n, block_k], block_t tokens an operand stage, `group` row-tiles for L2 reuse.
+
+    Attributes:
+        stages: operand stages in shared memory.
+        slots: units of the accumulator, [64, 64] fp32, in shared memory; at least one for each updater.
+        state_slots: blocks of W and states, [state_rows, 64], in shared memory, for each updater.
+        update_warps: of each updater; update_registers: of each of its threads. mma_registers: of the four mma warps.
+        instruction: columns of one wgmma. 128 need fewer operand reads, but more registers than are left.
+    """
+
+    state_slots: int
+    block_n: int = 128
+    block_k: int = 128
+    block_t: int = 32
+    group: int = 8
+    stages: int = 8
+    slots: int = 3
+    state_rows: int = 32
+    update_warps: int = 8
+    update_registers: int = 72
+    mma_registers: int = 168
+    instruction: int = 64
+
+
+_STATE_BYTES = 48 << 10  # of shared memory, beside operand stages and accumulator units
+
+
+def hopper_config(element_bytes: int) -> HopperConfig:
+    """Configuration for a weight and states of `element_bytes` bytes a parameter (6 for AdamW all in bf16)."""
+    return HopperConfig(state_slots=max(1, min(4, _STATE_BYTES // (2 * 32 * 64 * element_bytes))))
+
+
 def gemm_config(n: int, k: int, input_dtype: torch.dtype) -> GemmConfig:
     """Configuration of the portable `wgrad_step`: 64x64 tiles, the largest whose epilogue does not spill."""
     if input_dtype == torch.float32:

@@ -17,6 +17,7 @@ from fused_grad_optimizer.rules._rule import (
     check_at_least_zero,
     check_betas,
     check_not_offered,
+    divide,
     register_rule,
     tl,
     update,
@@ -43,7 +44,7 @@ def adamw(h, p, g, exp_avg, exp_avg_sq):
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     exp_avg = exp_avg * beta1 + g * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
-    p = p * decay - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) + eps))
+    p = p * decay - step_size * divide(exp_avg, tl.sqrt(exp_avg_sq) + eps)
     return p, exp_avg, exp_avg_sq
 
 
@@ -53,7 +54,7 @@ def adam(h, p, g, exp_avg, exp_avg_sq):
     g = g + weight_decay * p
     exp_avg = exp_avg * beta1 + g * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
-    p = p - step_size * (exp_avg / (tl.sqrt(exp_avg_sq) + eps))
+    p = p - step_size * divide(exp_avg, tl.sqrt(exp_avg_sq) + eps)
     return p, exp_avg, exp_avg_sq
 
 

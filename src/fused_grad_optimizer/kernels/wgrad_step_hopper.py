@@ -1,0 +1,418 @@
+"""Hopper kernel: weight-gradient GEMM and optimizer rule in one persistent, warp-specialised kernel (Gluon).
+
+    acc = sum_i dY_i^T X_i                    [BLOCK_N, BLOCK_K] fp32, by wgmma
+    W, states = rule(W, scale * acc, states)  or, without a rule, out = scale * acc
+
+Roles, which meet at mbarriers in shared memory:
+
+    load        1 warp      TMA loads of dY [BLOCK_T, BLOCK_N] and X [BLOCK_T, BLOCK_K] into a ring of operand stages
+    state       1 warp      TMA loads of W and states, [STATE_ROWS, 64] at a time, into a ring for each updater
+    mma         4 warps     wgmma over the tokens; hands the accumulator over in units [64, 64] through a ring, and goes
+                            on with the next tile
+    update (2)  8 warps     every other unit each: g and the states from their rings, rule, stores in whole lines
+
+So the tensor cores work on the next tile while the memory system streams the states of this one. A state slot is free
+again as soon as its values are in registers: it does not wait for the stores.
+
+What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic rounding (us; a copy's floor is 166):
+
+    states by plain loads four blocks ahead, 4 or 8 or 16 update warps    393, 268, 289 (the L1 cache left beside the
+                                                                          rings is too small for the bytes in flight)
+    states by TMA, one updater of 8 or 16 warps                           242, 256
+    two updaters of 8 warps (out of step: one computes, one waits)        231, with BLOCK_T = 32: 226
+    two updaters of 4 warps, wgmma of 128 columns                         294 (220 without stochastic rounding)
+    four updaters of 4 warps                                              301 (222 without)
+
+Traps: a slot must have been filled in the round before the one waited for (the parity wait passes early otherwise), so
+there are at least as many ring slots as updaters; reads of a state slot must be fenced before TMA may overwrite it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from fused_grad_optimizer.kernels._device import load_scalars, parameter_keys, random_words
+from fused_grad_optimizer.kernels._gluon import role_barrier, tma_load
+from fused_grad_optimizer.kernels.configs import HopperConfig
+from fused_grad_optimizer.kernels.factors import Gradient, Target
+
+UNIT = gl.constexpr(64)  # rows and columns of the accumulator handed over at a time: 128 bytes of a bf16 row
+UPDATERS = gl.constexpr(2)
+MOST_PAIRS = 4  # (dY, X)
+MOST_STATES = 3
+
+
+@gluon.jit
+def _tile_of(tile, tiles, GROUP: gl.constexpr):
+    """Grouped order: GROUP row-tiles share the columns of X while they are in L2."""
+    tiles_n, tiles_k = tiles
+    per_group = GROUP * tiles_k
+    group = tile // per_group
+    first = group * GROUP
+    size = min(tiles_n - first, GROUP)
+    return first + (tile % per_group) % size, (tile % per_group) // size
+
+
+@gluon.jit
+def _load_segment(i, dy, x, tokens, row, column, stages):
+    """All operand stages of one (dY, X) pair for one tile; `i` counts the stages of the whole launch."""
+    operands_dy, operands_x, full, empty = stages
+    STAGES: gl.constexpr = operands_dy.shape[0]
+    BLOCK_T: gl.constexpr = operands_dy.shape[1]
+    for t in range(0, tokens, BLOCK_T):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(stage), BLOCK_T * (operands_dy.shape[2] + operands_x.shape[2]) * 2)
+        tma_load(dy, [t, row], full.index(stage), operands_dy.index(stage))
+        tma_load(x, [t, column], full.index(stage), operands_x.index(stage))
+        i += 1
+    return i
+
+
+@gluon.jit
+def _load_role(dys, xs, tokens, stages, tiles, GROUP: gl.constexpr, PAIRS: gl.constexpr):
+    operands_dy, operands_x, full, empty = stages
+    i = 0
+    for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
+        tile_n, tile_k = _tile_of(tile, tiles, GROUP)
+        for s in gl.static_range(PAIRS):
+            row = tile_n * operands_dy.shape[2]
+            i = _load_segment(i, dys[s], xs[s], tokens[s], row, tile_k * operands_x.shape[2], stages)
+
+
+@gluon.jit
+def _hand_over(acc, u, ring):
+    """The accumulator into the ring, unit by unit; halved again and again, which moves no data between threads."""
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    if M > UNIT:
+        upper, lower = gl.split(acc.reshape((2, M // 2, N)).permute((1, 2, 0)))
+        _hand_over(upper, u, ring)
+        _hand_over(lower, u + M * N // (2 * UNIT * UNIT), ring)
+    elif N > UNIT:
+        left, right = gl.split(acc.reshape((M, 2, N // 2)).permute((0, 2, 1)))
+        _hand_over(left, u, ring)
+        _hand_over(right, u + N // (2 * UNIT), ring)
+    else:
+        units, full, empty = ring
+        slot = u % units.shape[0]
+        mbarrier.wait(empty.index(slot), ((u // units.shape[0]) & 1) ^ 1)
+        units.index(slot).store(acc)
+        role_barrier()
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _mma_role(stages, ring, tiles, stages_of_tile, INSTRUCTION: gl.constexpr):
+    operands_dy, operands_x, full, empty = stages
+    STAGES: gl.constexpr = operands_dy.shape[0]
+    BLOCK_N: gl.constexpr = operands_dy.shape[2]
+    BLOCK_K: gl.constexpr = operands_x.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, INSTRUCTION, 16])
+    i = 0
+    u = 0
+    for _ in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
+        acc = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, layout)
+        for t in range(stages_of_tile):
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            acc = warpgroup_mma(
+                operands_dy.index(stage).permute((1, 0)), operands_x.index(stage), acc, use_acc=t > 0, is_async=True
+            )
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            # the product before this one is done: its stage is free
+            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=t > 0)
+            i += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
+        _hand_over(acc, u, ring)
+        u += BLOCK_N * BLOCK_K // (UNIT * UNIT)
+
+
+@gluon.jit
+def _units(tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+    """How many units this program updates."""
+    count = (tiles[0] * tiles[1] - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    return count * (BLOCK_N * BLOCK_K // (UNIT * UNIT))
+
+
+@gluon.jit
+def _place(u, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr):
+    """First row and column of the u-th unit of this program, in the order in which they are handed over."""
+    COLUMNS: gl.constexpr = BLOCK_K // UNIT
+    UNITS: gl.constexpr = BLOCK_N // UNIT * COLUMNS
+    tile_n, tile_k = _tile_of(gl.program_id(0) + (u // UNITS) * gl.num_programs(0), tiles, GROUP)
+    return tile_n * BLOCK_N + (u % UNITS) // COLUMNS * UNIT, tile_k * BLOCK_K + u % COLUMNS * UNIT
+
+
+@gluon.constexpr_function
+def _bytes_of_slot(slots):
+    return sum(s.shape[1] * s.shape[2] * s.dtype.primitive_bitwidth // 8 for s in slots)
+
+
+@gluon.jit
+def _state_role(sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr):
+    """W and states of this program's tiles: block by block, for all updaters in turn."""
+    slots, full, empty = states
+    if len(slots) > 0:
+        COUNT: gl.constexpr = slots[0].shape[0] // UPDATERS
+        ROWS: gl.constexpr = slots[0].shape[1]
+        BYTES: gl.constexpr = _bytes_of_slot(slots)
+        for first in range(0, _units(tiles, BLOCK_N, BLOCK_K), UPDATERS):
+            for b in gl.static_range(UNIT // ROWS):
+                i = first // UPDATERS * (UNIT // ROWS) + b
+                for p in gl.static_range(UPDATERS):
+                    row, column = _place(first + p, tiles, BLOCK_N, BLOCK_K, GROUP)
+                    slot = p * COUNT + i % COUNT
+                    mbarrier.wait(empty.index(slot), ((i // COUNT) & 1) ^ 1)
+                    mbarrier.expect(full.index(slot), BYTES)
+                    for s in gl.static_range(len(slots)):
+                        tma_load(sources[s], [row + b * ROWS, column], full.index(slot), slots[s].index(slot))
+
+
+@gluon.jit
+def _store(targets, base, local, mask, results, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
+    """Results to memory, with the random bits of `_device.step_tile` for the same elements."""
+    first = local
+    second = local
+    if STOCHASTIC:
+        first, second = random_words(base.to(gl.int32) + local, key0, key1)
+    for s in gl.static_range(len(targets)):
+        word = first if s < 2 else second
+        bits = ((word >> 16) & 0xFFFF) if s % 2 == 1 else (word & 0xFFFF)
+        STORES[s](targets[s] + base + local, mask, results[s], bits)
+
+
+@gluon.jit
+def _read_states(states, i, UPDATER: gl.constexpr, layout: gl.constexpr):
+    """The i-th block of this updater in fp32, and its slot."""
+    slots, full, empty = states
+    COUNT: gl.constexpr = slots[0].shape[0] // UPDATERS
+    slot = UPDATER * COUNT + i % COUNT
+    mbarrier.wait(full.index(slot), (i // COUNT) & 1)
+    values = ()
+    for s in gl.static_range(len(slots)):
+        values = values + (slots[s].index(slot).load(layout).to(gl.float32),)  # type: ignore[assignment]
+    return values, slot
+
+
+@gluon.jit
+def _update_role(
+    targets, scale, scalars, keys, states, ring, n, k, tiles, parameter, UPDATER: gl.constexpr, RULE: gl.constexpr,
+    STORES: gl.constexpr, STOCHASTIC: gl.constexpr, SCALARS: gl.constexpr, EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The rule (None: store g as it is) on every UPDATERS-th unit of this program's tiles."""
+    units, full, empty = ring
+    SLOTS: gl.constexpr = units.shape[0]
+    BLOCKS: gl.constexpr = UNIT // ROWS
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, UNIT, layout=gl.SliceLayout(0, layout))
+    local = rows[:, None] * k + columns[None, :]
+    factor = gl.load(scale).to(gl.float32) if scale is not None else 1.0
+    key0, key1 = 0, 0
+    if RULE is not None:
+        h = load_scalars(scalars, SCALARS)
+    if STOCHASTIC:
+        key0, key1 = parameter_keys(keys, parameter)
+    for u in range(UPDATER, _units(tiles, BLOCK_N, BLOCK_K), UPDATERS):
+        row, column = _place(u, tiles, BLOCK_N, BLOCK_K, GROUP)
+        mbarrier.wait(full.index(u % SLOTS), (u // SLOTS) & 1)
+        for b in gl.static_range(BLOCKS):
+            if RULE is not None:
+                values, slot = _read_states(states, u // UPDATERS * BLOCKS + b, UPDATER, layout)
+            g = units.index(u % SLOTS).slice(b * ROWS, ROWS, dim=0).load(layout)
+            if RULE is not None:
+                fence_async_shared()  # the reads are done, not only issued, before TMA may overwrite the slot
+            role_barrier()
+            if RULE is not None:
+                mbarrier.arrive(states[2].index(slot), count=1)
+            if b == BLOCKS - 1:
+                mbarrier.arrive(empty.index(u % SLOTS), count=1)
+            if scale is not None:
+                g = g * factor
+            r = row + b * ROWS
+            base = r.to(gl.int64) * k + column
+            # of an even weight all is inside: a condition that is known to hold leaves no predicates
+            mask = (rows >= 0)[:, None] & (columns >= 0)[None, :]
+            if not EVEN:
+                mask = (r + rows < n)[:, None] & (column + columns < k)[None, :]
+            if RULE is not None:
+                _store(targets, base, local, mask, RULE(h, values[0], g, *values[1:]), key0, key1, STORES, STOCHASTIC)
+            else:
+                gl.store(targets[0] + base + local, g, mask=mask)
+
+
+def _repr(specialization):
+    constants = specialization.constants
+    rule = getattr(constants.get("RULE"), "__name__", "store")
+    return f"forge_wgrad_hopper_{rule}_{constants['BLOCK_N']}x{constants['BLOCK_K']}x{constants['BLOCK_T']}"
+
+
+def _launch_metadata(grid, kernel, args):
+    n, k, tokens = args["n"], args["k"], sum(args[f"t{i}"] for i in range(MOST_PAIRS))
+    moved = sum(2 * t.element_size() * n * k for t in args["targets"]) + 2 * tokens * (n + k)
+    return {"name": f"{kernel.name} <{n}x{k}, T={tokens}>", "flops": 2 * n * k * tokens, "bytes": moved}
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr):
+    """`COUNT` mbarriers, each of one arrival a phase."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
+    return barriers
+
+
+@gluon.jit
+def _state_ring(sources, COUNT: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    """Slots for the first COUNT of W and states."""
+    slots = ()
+    for s in gl.static_range(COUNT):
+        slots = slots + (gl.allocate_shared_memory(sources[s].dtype, [SLOTS, ROWS, UNIT], sources[s].layout),)  # type: ignore[assignment]
+    return slots
+
+
+@gluon.jit(repr=_repr, launch_metadata=_launch_metadata, do_not_specialize=["t0", "t1", "t2", "t3", "parameter"])
+def wgrad_step_hopper_kernel(
+    targets, w, s0, s1, s2, dy0, x0, t0, dy1, x1, t1, dy2, x2, t2, dy3, x3, t3, scale, scalars, keys, flag, n, k,
+    parameter, RULE: gl.constexpr, STORES: gl.constexpr, STOCHASTIC: gl.constexpr, SCALARS: gl.constexpr,
+    EVEN: gl.constexpr, PAIRS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, STATE_SLOTS: gl.constexpr,
+    STATE_ROWS: gl.constexpr, MMA_REGISTERS: gl.constexpr, UPDATE_REGISTERS: gl.constexpr, INSTRUCTION: gl.constexpr,
+):  # fmt: skip
+    """Persistent over the tiles of a weight [n, k]. `targets`: pointers of W and states, which `w`, `s0` .. `s2`
+    describe for TMA. Up to four (dY, X) pairs by descriptors, of t0 .. t3 tokens. A `flag` other than 0: no update."""
+    if flag is not None:
+        if gl.load(flag) != 0:
+            return
+    tiles = ((n + BLOCK_N - 1) // BLOCK_N, (k + BLOCK_K - 1) // BLOCK_K)
+    operands_dy = gl.allocate_shared_memory(dy0.dtype, [STAGES, BLOCK_T, BLOCK_N], dy0.layout)
+    operands_x = gl.allocate_shared_memory(x0.dtype, [STAGES, BLOCK_T, BLOCK_K], x0.layout)
+    stages = (operands_dy, operands_x, _barriers(STAGES), _barriers(STAGES))
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT, UNIT], swizzled)
+    ring = (units, _barriers(SLOTS), _barriers(SLOTS))
+    sources = (w, s0, s1, s2)
+    slots = _state_ring(sources, len(targets) if RULE is not None else 0, UPDATERS * STATE_SLOTS, STATE_ROWS)
+    states = (slots, _barriers(UPDATERS * STATE_SLOTS), _barriers(UPDATERS * STATE_SLOTS))
+    tokens = (t0, t1, t2, t3)
+    count = 0
+    for s in gl.static_range(PAIRS):
+        count += (tokens[s] + BLOCK_T - 1) // BLOCK_T
+    dys = (dy0, dy1, dy2, dy3)
+    xs = (x0, x1, x2, x3)
+    gl.warp_specialize(
+        [
+            (_update_role, (targets, scale, scalars, keys, states, ring, n, k, tiles, parameter, gl.constexpr(0), RULE,
+                            STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, STATE_ROWS)),
+            (_update_role, (targets, scale, scalars, keys, states, ring, n, k, tiles, parameter, gl.constexpr(1), RULE,
+                            STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, STATE_ROWS)),
+            (_mma_role, (stages, ring, tiles, count, INSTRUCTION)),
+            (_load_role, (dys, xs, tokens, stages, tiles, GROUP, PAIRS)),
+            (_state_role, (sources, states, tiles, BLOCK_N, BLOCK_K, GROUP)),
+        ],
+        [gl.num_warps(), 4, 1, 1],
+        [UPDATE_REGISTERS, MMA_REGISTERS, 24, 24],
+    )  # fmt: skip
+
+
+def reason_to_decline(gradient: Gradient, n: int, k: int, targets: list[torch.Tensor]) -> str | None:
+    """Why this kernel cannot step these targets [n, k] (the portable one can), or None. Does not look at the device."""
+    if gradient.row_map is not None or gradient.dense is not None:
+        return "the gradient has rows of an embedding or a dense part"
+    if len(gradient.dys) > MOST_PAIRS:
+        return f"more than {MOST_PAIRS} (dY, X) pairs"
+    inputs = [*gradient.dys, *gradient.xs]
+    if inputs[0].dtype not in (torch.bfloat16, torch.float16):
+        return f"inputs are {inputs[0].dtype}, and wgmma takes 16-bit ones in this layout"
+    if n == 0 or k == 0 or k % 16 or any(t.shape[0] == 0 for t in inputs):
+        return "columns not in multiples of 16 are not stored in whole vectors, or there is no token"
+    if any(t.stride(0) % 8 or t.data_ptr() % 16 for t in inputs) or any(t.data_ptr() % 16 for t in targets):
+        return "TMA needs rows that begin at multiples of 16 bytes"
+    if len(targets) > 1 + MOST_STATES or any(t.dtype not in _DTYPES for t in targets):
+        return "the storage of the states"
+    return None
+
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = _layout(rows, columns, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), [tensor.stride(0), 1], [rows, columns], layout)
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
+
+
+def arguments(
+    gradient: Gradient,
+    n: int,
+    k: int,
+    config: HopperConfig,
+    *,
+    target: Target | None,
+    out: torch.Tensor | None,
+    scalars: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    flag: torch.Tensor | None,
+    update,
+    stores: tuple,
+    stochastic: bool,
+) -> tuple[list, dict]:
+    """Positional arguments and constants of a launch."""
+    pairs: list = []
+    for dy, x in zip(gradient.dys, gradient.xs):
+        pairs.append(_descriptor(dy, config.block_t, config.block_n))
+        pairs += [_descriptor(x, config.block_t, config.block_k), dy.shape[0]]
+    pairs += [None, None, 0] * (MOST_PAIRS - len(gradient.dys))
+    targets = [target.weight, *target.states] if target is not None else []
+    sources = [_descriptor(t, config.state_rows, UNIT.value) for t in targets]
+    sources += [None] * (1 + MOST_STATES - len(sources))
+    parameter = target.parameter if target is not None else 0
+    constants = {
+        "RULE": update.kernel if update is not None else None, "STORES": stores, "STOCHASTIC": stochastic,
+        "SCALARS": scalars.numel() if scalars is not None else 0, "PAIRS": len(gradient.dys),
+        "EVEN": n % config.block_n == 0 and k % config.block_k == 0, "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k, "BLOCK_T": config.block_t, "GROUP": config.group, "STAGES": config.stages,
+        "SLOTS": config.slots, "STATE_SLOTS": config.state_slots, "STATE_ROWS": config.state_rows,
+        "MMA_REGISTERS": config.mma_registers, "UPDATE_REGISTERS": config.update_registers,
+        "INSTRUCTION": config.instruction, "num_warps": config.update_warps,
+        "enable_fp_fusion": False,  # see wgrad_step
+    }  # fmt: skip
+    return [tuple(targets) or (out,), *sources, *pairs, gradient.scale, scalars, keys, flag, n, k, parameter], constants
+
+
+def launch(gradient: Gradient, n: int, k: int, config: HopperConfig, **options) -> None:
+    """Launch over a whole weight [n, k]: the fused step on `target`, or `out` (fp32 [n, k]) stores the gradient.
+
+    Options are those of `arguments`; what is left out is None.
+    """
+    filled = {
+        "target": None, "out": None, "scalars": None, "keys": None, "flag": None, "update": None, "stores": (),
+        "stochastic": False, **options,
+    }  # fmt: skip
+    positional, constants = arguments(gradient, n, k, config, **filled)
+    tiles = -(-n // config.block_n) * -(-k // config.block_k)
+    grid = (min(tiles, _multiprocessors(gradient.dys[0].device)),)
+    wgrad_step_hopper_kernel[grid](*positional, **constants)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,154 @@
+"""The Hopper kernel against fp64 and, bit for bit, against the same mainloop followed by `param_step`."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from fused_grad_optimizer import ops
+from fused_grad_optimizer.kernels import Gradient, Target, dispatch
+from fused_grad_optimizer.rules import UPDATES
+from fused_grad_optimizer.storage import STORAGES
+
+pytestmark = pytest.mark.gpu
+HYPER = {
+    "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0,
+    "nesterov": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0) or dispatch.hopper_kernel() is None:
+        pytest.skip("needs a Hopper GPU and a Triton that the kernel compiles with")
+
+
+def noise(seed, *shape, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def factors(n, k, tokens, dtype=torch.bfloat16, scale=None):
+    """A Gradient of one (dY, X) pair for each number of tokens."""
+    dys = [noise(2 * i, t, n, dtype=dtype) / t**0.5 for i, t in enumerate(tokens)]
+    return Gradient(dys, [noise(2 * i + 1, t, k, dtype=dtype) for i, t in enumerate(tokens)], scale=scale)
+
+
+def target(update, n, k, weight="bf16", state="bf16"):
+    w = (noise(100, n, k, dtype=torch.float32) * 0.02).to(STORAGES[weight].dtype)
+    states = [(noise(101 + i, n, k).abs() * 0.01).to(STORAGES[state].dtype) for i in range(len(update.states))]
+    return Target(w, states, [weight] + [state] * len(states), 3)
+
+
+def copy_of(t):
+    return Target(t.weight.clone(), [s.clone() for s in t.states], t.storages, t.parameter)
+
+
+def take_step(t, gradient, update, flag=None):
+    scalars = ops.make_scalars(update, HYPER, 3, False, 0, t.weight.device, t.weight.dtype)
+    ops.step(t, gradient, update, scalars, flag)
+
+
+def dense(gradient, n, k):
+    """The gradient in fp32 by the kernel's own mainloop, written over NaN."""
+    return ops.wgrad(gradient, torch.Size((n, k)), 0, n, torch.float32)
+
+
+def assert_takes(gradient, n, k, *tensors):
+    assert dispatch.choose(gradient, n, k, list(tensors))[0] == dispatch.HOPPER
+
+
+def assert_same(a, b):
+    assert torch.equal(a.weight, b.weight)
+    assert all(torch.equal(x, y) for x, y in zip(a.states, b.states))
+
+
+@pytest.mark.parametrize(
+    "weight, state", [("bf16", "bf16"), ("bf16-nearest", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")]
+)
+@pytest.mark.parametrize("name", UPDATES)
+def test_fused_equals_unfused_bit_for_bit(name, weight, state):
+    update, n, k = UPDATES[name], 333, 1008
+    gradient = factors(n, k, (70, 1, 64), scale=torch.tensor(0.3, device="cuda"))
+    fused = target(update, n, k, weight, state)
+    unfused = copy_of(fused)
+    assert_takes(gradient, n, k, fused.weight, *fused.states)
+    take_step(fused, gradient, update)
+    take_step(unfused, Gradient([], [], dense=dense(gradient, n, k)), update)
+    assert_same(fused, unfused)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_shapes_against_fp64(seed):
+    """Within twice the error of torch's own product of the same tensors."""
+    rng = random.Random(seed)
+    n, k = rng.randint(1, 700), 16 * rng.randint(1, 60)
+    tokens = tuple(rng.randint(1, 400) for _ in range(rng.randint(1, 4)))
+    n += -n % 8  # rows of dY begin at multiples of 16 bytes
+    gradient = factors(n, k, tokens, rng.choice([torch.bfloat16, torch.float16]))
+    out = torch.empty(0, device="cuda")
+    assert_takes(gradient, n, k, out)
+    exact = sum(dy.double().t() @ x.double() for dy, x in zip(gradient.dys, gradient.xs))
+    torchs = torch.mm(torch.cat(gradient.dys).t(), torch.cat(gradient.xs), out_dtype=torch.float32)
+    error = (dense(gradient, n, k) - exact).norm()
+    assert error <= 2 * (torchs - exact).norm() + 1e-6 * exact.norm()
+
+
+def test_rows_of_a_wider_tensor():
+    """dY and X as slices: a row stride that is larger than the row."""
+    update, n, k = UPDATES["adamw"], 128, 256
+    wide_dy, wide_x = noise(0, 200, 512) * 0.1, noise(1, 200, 1024)
+    sliced = Gradient([wide_dy[:, 64:192]], [wide_x[:, 128:384]])
+    fused = target(update, n, k)
+    wanted = copy_of(fused)
+    assert_takes(sliced, n, k, fused.weight)
+    take_step(fused, sliced, update)
+    take_step(wanted, Gradient([sliced.dys[0].contiguous()], [sliced.xs[0].contiguous()]), update)
+    assert_same(fused, wanted)
+
+
+def test_a_thousand_runs_have_the_same_bits():
+    update, n, k = UPDATES["adamw"], 1024, 1040
+    gradient, start = factors(n, k, (300,)), target(update, n, k)
+    first = copy_of(start)
+    take_step(first, gradient, update)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        again = copy_of(start)
+        take_step(again, gradient, update)
+        different += (again.weight != first.weight).sum() + sum(
+            (a != b).sum() for a, b in zip(again.states, first.states)
+        )
+    assert different.item() == 0
+
+
+def test_a_flag_leaves_everything_untouched():
+    update, n, k = UPDATES["adamw"], 256, 256
+    fused = target(update, n, k)
+    before = copy_of(fused)
+    take_step(fused, factors(n, k, (64,)), update, torch.ones(1, dtype=torch.int32, device="cuda"))
+    assert_same(fused, before)
+
+
+def test_what_it_cannot_take_goes_to_the_portable_kernel(monkeypatch):
+    gradient = factors(128, 256, (64,))
+    out = torch.empty(128, 256, device="cuda")
+    assert_takes(gradient, 128, 256, out)
+    unaligned = Gradient([noise(0, 64, 129)[:, 1:]], [noise(1, 64, 256)])
+    for declined, n, k in (
+        (unaligned, 128, 256),
+        (factors(128, 200, (64,)), 128, 200),
+        (factors(128, 256, (64,), torch.float32), 128, 256),
+        (factors(128, 256, (8,) * 5), 128, 256),
+    ):
+        kernel, reason = dispatch.choose(declined, n, k, [out])
+        assert kernel == dispatch.PORTABLE and reason
+        exact = sum(dy.double().t() @ x.double() for dy, x in zip(declined.dys, declined.xs))
+        assert (dense(declined, n, k) - exact).norm() <= 1e-5 * exact.norm()
+    monkeypatch.setenv("FORGE_KERNEL", "wgrad_step")
+    assert dispatch.choose(gradient, 128, 256, [out])[0] == dispatch.PORTABLE
+    monkeypatch.setenv("FORGE_KERNEL", "wgrad_step_hopper")
+    with pytest.raises(ValueError, match="FORGE_KERNEL"):
+        dispatch.choose(unaligned, 128, 256, [out])
