@@ -48,7 +48,7 @@ class SkipFlags:
     def end(self) -> None:
         for device, flags in self._flags.items():
             if device.type == "cuda":
-                copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+                copy = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
                 copy.copy_(flags, non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(torch.cuda.current_stream(device))

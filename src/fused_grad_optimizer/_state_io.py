@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from fused_grad_optimizer.optimizer import FusedOptimizer
 
 
+def _step_tensor(step) -> torch.Tensor:
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
 def export_state(state: dict[Any, dict[str, Any]]) -> dict[Any, dict[str, Any]]:
     """State with `step` as torch.optim keeps it: a float32 0-d tensor."""
-    return {
-        key: {k: torch.tensor(float(v), dtype=torch.float32) if k == "step" else v for k, v in values.items()}
-        for key, values in state.items()
-    }
+    return {key: {k: _step_tensor(v) if k == "step" else v for k, v in values.items()} for key, values in state.items()}
 
 
 def load_state(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> None:

@@ -457,9 +457,16 @@ class AppliedGrad(torch.Tensor):
     parameter_name: str
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, name: str) -> AppliedGrad:
+    def __new__(
+        cls,
+        parameter: torch.Tensor,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> AppliedGrad:
+        dtype, device = dtype or parameter.dtype, device or parameter.device
         self = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls, parameter.shape, strides=parameter.stride(), dtype=dtype, device=device
         )
         self.parameter_name = name
         return self
@@ -475,6 +482,9 @@ class AppliedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        if func is aten._to_copy.default:  # the model moves to another dtype or device, and this mark with it
+            kwargs = kwargs or {}
+            return AppliedGrad(args[0], args[0].parameter_name, kwargs.get("dtype"), kwargs.get("device"))
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
         raise RuntimeError(
             f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward "

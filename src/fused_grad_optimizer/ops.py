@@ -52,10 +52,10 @@ def make_scalars(
 ) -> StepScalars:
     """Scalars for a parameter on `device` with weight `dtype`; the upload does not wait for the device."""
     values = update.scalars(hyper, step, fresh)
-    keys = torch.tensor(step_keys(seed, step), dtype=torch.int32)
+    keys = torch.tensor(step_keys(seed, step), dtype=torch.int32, device="cpu")
     if triton_reason(device, dtype) is not None:
-        return StepScalars(torch.tensor(values, dtype=torch.float64), keys)
-    host = torch.tensor(values, dtype=torch.float32)
+        return StepScalars(torch.tensor(values, dtype=torch.float64, device="cpu"), keys)
+    host = torch.tensor(values, dtype=torch.float32, device="cpu")
     if device.type == "cpu":
         return StepScalars(host, keys)
     return StepScalars(host.pin_memory().to(device, non_blocking=True), keys.pin_memory().to(device, non_blocking=True))

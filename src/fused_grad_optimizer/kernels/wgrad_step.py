@@ -159,7 +159,7 @@ def _segment_table(gradient: Gradient) -> torch.Tensor | None:
         (dy.data_ptr(), x.data_ptr(), dy.shape[0], dy.stride(0), x.stride(0))
         for dy, x in zip(gradient.dys, gradient.xs)
     ]
-    host = torch.tensor(rows, dtype=torch.int64)
+    host = torch.tensor(rows, dtype=torch.int64, device="cpu")
     device = gradient.dys[0].device
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
