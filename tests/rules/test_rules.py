@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grad_optimizer.rules import RULES, get_rule
+from fused_grad_optimizer.rules import RULES, UPDATES, get_rule
 from tests.reference.lion import Lion
 
 CASES = [
@@ -73,3 +73,24 @@ def test_bad_values_are_refused(name, bad):
 def test_unknown_rule_lists_the_known():
     with pytest.raises(ValueError, match="adam, adamw, lion, sgd"):
         get_rule("adamx")
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("lr", [0.0, 1e-3])
+@pytest.mark.parametrize("name", [name for name in UPDATES if UPDATES[name].cpu is not None])
+def test_torch_s_own_cpu_operator_is_the_same_update(name, lr, weight_decay):
+    """In fp32 against the twin in fp64, over steps whose bias correction matters and ones where it is gone."""
+    update = UPDATES[name]
+    generator = torch.Generator().manual_seed(0)
+    p, g = (torch.randn(37, 53, generator=generator) for _ in range(2))
+    states = [torch.rand(37, 53, generator=generator) for _ in update.states]
+    hyper = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay}
+    for step in (1, 2, 10, 100_000):
+        h = update.scalars(hyper, step, False)
+        wanted = update.twin(h, p.double(), g.double(), *[s.double() for s in states])
+        kept = g.clone()
+        assert update.cpu(h, p, g, *states) == (lr > 0.0 or name == "adam")
+        if lr > 0.0:
+            for value, exact in zip([p, *states], wanted):
+                assert (value - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+        assert torch.equal(g, kept)

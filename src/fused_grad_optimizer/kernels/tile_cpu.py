@@ -86,6 +86,9 @@ def step_block(
     """Apply the rule to rows `start : start + len(gradient)` of the target. `gradient` is in the compute dtype."""
     end, dtype = start + gradient.shape[0], gradient.dtype
     stored = [target.weight[start:end], *(s[start:end] for s in target.states)]
+    plain = dtype == torch.float32 and gradient.device.type == "cpu" and all(t.dtype == dtype for t in stored)
+    if plain and update.cpu is not None and update.cpu(h, stored[0], gradient, *stored[1:]):
+        return
     values = [t if t.dtype == dtype else _take_like(gradient).copy_(t) for t in stored]
     _rule(update, len(h))(h, [values[0], gradient, *values[1:]])
     words = _random_words(start, gradient, target, keys)

@@ -65,6 +65,8 @@ class Update:
         function: the Python source; `twin` is its torch form, `kernel` its `triton.jit` form (None without Triton).
         scalars: `(hyper, step, fresh) -> tuple of float`, the `h` of the update; `fresh` says that the states were
             created for this very step.
+        cpu: the same update by one of torch's own fused CPU operators, in place, for fp32:
+            `(h, p, g, *states) -> bool`, False where these scalars are not for it. It only saves time; None does without.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Update:
     scalars: Callable[[Hyper, int, bool], tuple[float, ...]]
     twin: Callable = field(repr=False)
     kernel: Any = field(repr=False, default=None)
+    cpu: Callable | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,18 @@ RULES: dict[str, Rule] = {}
 UPDATES: dict[str, Update] = {}
 
 
-def update(*, states: tuple[str, ...], scalars: Callable[[Hyper, int, bool], tuple[float, ...]]) -> Callable:
+def update(
+    *,
+    states: tuple[str, ...],
+    scalars: Callable[[Hyper, int, bool], tuple[float, ...]],
+    cpu: Callable | None = None,
+) -> Callable:
     """Decorator: registers an update function under its own name, with its torch twin and its Triton form."""
 
     def register(function: Callable) -> Update:
         function.__globals__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
         kernel = triton.jit(function) if triton is not None else None
-        UPDATES[function.__name__] = Update(function.__name__, states, function, scalars, twin(function), kernel)
+        UPDATES[function.__name__] = Update(function.__name__, states, function, scalars, twin(function), kernel, cpu)
         return UPDATES[function.__name__]
 
     return register

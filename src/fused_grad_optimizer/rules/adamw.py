@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fused_grad_optimizer.rules._rule import (
     Hyper,
     Rule,
@@ -39,7 +41,32 @@ def _adam_scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]:
     return (float(hyper["weight_decay"]), *_moments(hyper, step))
 
 
-@update(states=("exp_avg", "exp_avg_sq"), scalars=_adamw_scalars)
+# With the bias corrections folded into step_size and eps, torch's operators are to see none: they are of step infinity.
+_NO_CORRECTION = torch.tensor(math.inf, device="cpu")
+
+
+def _run_on_cpu(operator, p, g, states, step_size, weight_decay, beta1, beta2, eps) -> bool:
+    exp_avg, exp_avg_sq = states
+    operator(
+        [p], [g], [exp_avg], [exp_avg_sq], [], [_NO_CORRECTION],
+        lr=step_size, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    return True
+
+
+def _adamw_on_cpu(h, p, g, *states) -> bool:
+    decay, beta1, _, beta2, _, step_size, eps = h
+    if step_size == 0.0:
+        return False
+    return _run_on_cpu(torch._fused_adamw_, p, g, states, step_size, (1.0 - decay) / step_size, beta1, beta2, eps)
+
+
+def _adam_on_cpu(h, p, g, *states) -> bool:
+    weight_decay, beta1, _, beta2, _, step_size, eps = h
+    return _run_on_cpu(torch._fused_adam_, p, g, states, step_size, weight_decay, beta1, beta2, eps)
+
+
+@update(states=("exp_avg", "exp_avg_sq"), scalars=_adamw_scalars, cpu=_adamw_on_cpu)
 def adamw(h, p, g, exp_avg, exp_avg_sq):
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     exp_avg = exp_avg * beta1 + g * one_minus_beta1
@@ -48,7 +75,7 @@ def adamw(h, p, g, exp_avg, exp_avg_sq):
     return p, exp_avg, exp_avg_sq
 
 
-@update(states=("exp_avg", "exp_avg_sq"), scalars=_adam_scalars)
+@update(states=("exp_avg", "exp_avg_sq"), scalars=_adam_scalars, cpu=_adam_on_cpu)
 def adam(h, p, g, exp_avg, exp_avg_sq):
     weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
     g = g + weight_decay * p
