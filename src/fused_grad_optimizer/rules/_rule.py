@@ -66,7 +66,7 @@ class Update:
         scalars: `(hyper, step, fresh) -> tuple of float`, the `h` of the update; `fresh` says that the states were
             created for this very step.
         cpu: the same update by one of torch's own fused CPU operators, in place, for fp32:
-            `(h, p, g, *states) -> bool`, False where these scalars are not for it. It only saves time; None does without.
+            `(h, p, g, *states) -> bool`, False where these scalars are not for it. It only saves time.
     """
 
     name: str
