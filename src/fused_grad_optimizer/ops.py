@@ -78,6 +78,13 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device: make it that of the tensors, where it is not."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def _launch_step(launch, gradient: Gradient, target: Target, scalars, keys, flag, update: str, **options) -> None:
     """Launch a Triton kernel that steps `target`."""
     stores, stochastic = _stores(target.storages)
@@ -96,13 +103,13 @@ def _step(
     if triton_reason(weight.device, weight.dtype) is not None:
         with torch.no_grad(), without_autocast(weight.device):  # the step is fp32 whatever block it is called in
             tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
-    elif not dys:
-        from fused_grad_optimizer.kernels import param_step
-
-        _launch_step(param_step.launch, gradient, target, scalars, keys, flag, update)
     else:
-        launch, options = _gemm_kernel(gradient, weight.shape[0], weight.shape[1], [weight, *states])
-        _launch_step(launch, gradient, target, scalars, keys, flag, update, **options)
+        with on_device(weight.device):
+            if dys:
+                launch, options = _gemm_kernel(gradient, weight.shape[0], weight.shape[1], [weight, *states])
+            else:
+                launch, options = _dense_kernel(), {}
+            _launch_step(launch, gradient, target, scalars, keys, flag, update, **options)
     torch.autograd.graph.increment_version([weight, *states])
 
 
@@ -116,19 +123,26 @@ def _gemm_kernel(gradient: Gradient, n: int, k: int, targets: list[torch.Tensor]
     return wgrad_step.launch, {"shape": (n, k)}
 
 
+def _dense_kernel() -> Callable:
+    from fused_grad_optimizer.kernels import param_step
+
+    return param_step.launch
+
+
 def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, dtype) -> torch.Tensor:
     gradient = Gradient(dys, xs, row_map, row_sums, scale, dense)
     tensors = [t for t in (*dys, row_sums, dense) if t is not None]
     device = tensors[0].device if tensors else torch.device("cpu")
     out = torch.empty(end - start, columns, dtype=dtype, device=device)
     if dys and dtype == torch.float32 and out.numel() and triton_reason(device, dys[0].dtype) is None:
-        if (start, end) == (0, rows):
-            launch, options = _gemm_kernel(gradient, rows, columns, [out])
-            launch(gradient, *options.pop("shape"), out=out, **options)
-        else:
-            from fused_grad_optimizer.kernels import wgrad_step
+        with on_device(device):
+            if (start, end) == (0, rows):
+                launch, options = _gemm_kernel(gradient, rows, columns, [out])
+                launch(gradient, *options.pop("shape"), out=out, **options)
+            else:
+                from fused_grad_optimizer.kernels import wgrad_step
 
-            wgrad_step.launch(gradient, end - start, columns, row_start=start, out=out)
+                wgrad_step.launch(gradient, end - start, columns, row_start=start, out=out)
     else:
         with torch.no_grad(), without_autocast(device):
             tile_cpu.wgrad(gradient, out, start, rows)
@@ -139,7 +153,8 @@ def _sum_rows(ids, dy, num_rows, dtype):
     if dtype == torch.float32 and triton_reason(dy.device, dy.dtype) is None:
         from fused_grad_optimizer.kernels import param_step as kernel
 
-        return kernel.sum_rows(ids, dy, num_rows)
+        with on_device(dy.device):
+            return kernel.sum_rows(ids, dy, num_rows)
     return tile_cpu.sum_rows(ids, dy, num_rows, dtype)
 
 
@@ -148,7 +163,8 @@ def _check_finite(tensors, flag) -> None:
     if all(triton_reason(t.device, t.dtype) is None for t in floating) and flag.device.type != "cpu":
         from fused_grad_optimizer.kernels import finite
 
-        finite.check(floating, flag)
+        with on_device(flag.device):
+            finite.check(floating, flag)
     elif not tile_cpu.all_finite(floating):
         flag.fill_(1)
 
