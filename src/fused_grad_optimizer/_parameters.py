@@ -87,6 +87,8 @@ def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Te
     """A [rows, columns] view of a parameter or state; a view of the gradient, or a copy in that order."""
     if order is not None:
         tensor = tensor.permute(order)
+    if tensor.dim() == 2:
+        return tensor
     if tensor.dim() == 0:
         return tensor.reshape(1, 1)
     return tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0)
