@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fused_grad_optimizer as forge
 from fused_grad_optimizer import FusedLinear, FusedOptimizerManager
 
-from .cases.helpers import data, gap, snapshot, unchanged
+from .cases.helpers import Explode, data, gap, snapshot, unchanged
 from .manager_helpers import LR, fused_layers, one_step, plain_layers
 
 # -- the quick start -----------------------------------------------------------------------------------------------
@@ -229,15 +229,6 @@ def test_a_layer_that_the_first_backward_left_out_is_not_stepped_by_a_second_one
 
 
 def test_an_exception_in_the_middle_of_backward_is_said_by_the_next_pre_step():
-    class Explode(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dy):
-            raise KeyError("boom")
-
     model = fused_layers()
     manager = FusedOptimizerManager(model)
     manager.pre_step(lr=LR)

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import fused_grad_optimizer as forge
 from fused_grad_optimizer import FusedLinear, FusedOptimizerManager
 
+from .cases.helpers import Explode
+
 LR = 1e-2
 ONE = ("fp32", "fp32", "fp32")  # one optimizer for all layers
 TWO = ("fp32", None, "fp32")  # two optimizers; both keep fp32 states
@@ -25,16 +27,6 @@ def device(request):
     """On a GPU the hooks run on a thread of autograd's engine, whose stack does not hold the outermost call."""
     with torch.device(request.param):
         yield
-
-
-class Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        raise KeyError("boom")
 
 
 class Stack(nn.Module):

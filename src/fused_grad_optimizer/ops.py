@@ -1,4 +1,4 @@
-"""torch.library operators: one for each kernel, declaring what it mutates, and the choice of where it runs.
+"""PyTorch operators: one for each kernel, declaring what it mutates, and the choice of where it runs.
 
     forge::wgrad_step   weight and states, from factors (dY, X): the fused step
     forge::param_step   weight and states, from a gradient that is a tensor or embedding rows
@@ -6,7 +6,7 @@
     forge::sum_rows     embedding gradients summed by row
     forge::check_finite NaN/inf in a gradient's operands
 
-Operators made with `Library.define` cost about 2 us a call where `torch.library.custom_op` costs 19.
+Operators made with `Library.define` cost about 2 us a call where `custom_op` costs 19.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import library
 
 from fused_grad_optimizer.kernels import Gradient, Target, dispatch, tile_cpu, triton_reason
 from fused_grad_optimizer.kernels.configs import gemm_config, hopper_config
@@ -24,7 +25,7 @@ from fused_grad_optimizer.rules import UPDATES, Update, get_rule
 from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
 from fused_grad_optimizer.storage.rounding import step_keys
 
-_LIBRARY = torch.library.Library("forge", "DEF")
+_LIBRARY = library.Library("forge", "DEF")
 _GRADIENT = "Tensor[] dys, Tensor[] xs, Tensor? row_map, Tensor? row_sums, Tensor? scale, Tensor? dense"
 _STEP = "Tensor scalars, Tensor keys, Tensor? flag, str update, str[] storages, int parameter"
 _LIBRARY.define(f"wgrad_step(Tensor(a!) weight, Tensor(b!)[] states, {_GRADIENT}, {_STEP}) -> ()")
@@ -179,23 +180,23 @@ for _name, _function in {
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("forge::wgrad_step", lib=_LIBRARY)
-@torch.library.register_fake("forge::param_step", lib=_LIBRARY)
+@library.register_fake("forge::wgrad_step", lib=_LIBRARY)
+@library.register_fake("forge::param_step", lib=_LIBRARY)
 def _step_fake(*args) -> None:
     return None
 
 
-@torch.library.register_fake("forge::check_finite", lib=_LIBRARY)
+@library.register_fake("forge::check_finite", lib=_LIBRARY)
 def _check_finite_fake(tensors, flag) -> None:
     return None
 
 
-@torch.library.register_fake("forge::wgrad", lib=_LIBRARY)
+@library.register_fake("forge::wgrad", lib=_LIBRARY)
 def _wgrad_fake(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, dtype):
     return next(t for t in (*dys, row_sums, dense) if t is not None).new_empty(end - start, columns, dtype=dtype)
 
 
-@torch.library.register_fake("forge::sum_rows", lib=_LIBRARY)
+@library.register_fake("forge::sum_rows", lib=_LIBRARY)
 def _sum_rows_fake(ids, dy, num_rows, dtype):
     rows = min(ids.numel(), num_rows)
     return ids.new_empty(num_rows, dtype=torch.int32), dy.new_empty(rows, dy.shape[1], dtype=dtype)

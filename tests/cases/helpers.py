@@ -15,6 +15,18 @@ LR = 1e-2
 BOTH = pytest.mark.parametrize("when", ["backward", "step"])
 
 
+class Explode(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise KeyError("boom")
+
+
 def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """Two equal models: the first stays dense, the second is to be fused."""
     torch.manual_seed(0)

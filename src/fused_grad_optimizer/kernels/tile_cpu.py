@@ -83,7 +83,10 @@ _WORDS = Elementwise(lambda keys, index: random_words(index, *keys), 2, 1, [None
 def step_block(
     target: Target, gradient: torch.Tensor, start: int, update: Update, h: tuple[float, ...], keys: tuple[int, int]
 ) -> None:
-    """Apply the rule to rows `start : start + len(gradient)` of the target. `gradient` is in the compute dtype."""
+    """Apply the rule to rows `start : start + len(gradient)` of the target. `gradient` is in the compute dtype.
+
+    In fp32 on the CPU by torch's own fused operator, where the update has one.
+    """
     end, dtype = start + gradient.shape[0], gradient.dtype
     stored = [target.weight[start:end], *(s[start:end] for s in target.states)]
     plain = dtype == torch.float32 and gradient.device.type == "cpu" and all(t.dtype == dtype for t in stored)

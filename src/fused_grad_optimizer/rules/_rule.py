@@ -24,7 +24,7 @@ except ImportError:  # every rule still has its torch twin
 
 Hyper = Mapping[str, Any]
 
-# What an update may use of `tl`; the twin sees these names instead of Triton's.
+# What an update may use of `tl`, besides operators and `divide`; the twin sees these names instead of Triton's.
 _TORCH_LANGUAGE = types.SimpleNamespace(sqrt=torch.sqrt, abs=torch.abs, where=torch.where, exp=torch.exp)
 
 
@@ -41,7 +41,6 @@ def _divide_anywhere(a, b):
 
 
 _ON_NVIDIA = triton is not None and torch.version.hip is None and os.environ.get("TRITON_INTERPRET", "0") != "1"
-_divide_in_torch = _divide_anywhere
 if triton is not None:
     divide = triton.jit(divide if _ON_NVIDIA else _divide_anywhere)
 
@@ -50,7 +49,7 @@ def twin(function: Callable) -> Callable:
     """The same code object with `tl` bound to torch functions: runs on tensors of any dtype and device."""
     return types.FunctionType(
         function.__code__,
-        {**function.__globals__, "tl": _TORCH_LANGUAGE, "divide": _divide_in_torch},
+        {**function.__globals__, "tl": _TORCH_LANGUAGE, "divide": _divide_anywhere},
         function.__name__,
     )
 
