@@ -58,7 +58,7 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
             tile = {
                 "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BLOCK_T": config.block_t,
                 "GROUP": config.group, "num_warps": config.num_warps, "num_stages": config.num_stages,
-                "PRECISION": "ieee", "STORE_ONLY": False,
+                "PRECISION": "ieee", "STORE_ONLY": False, "PAIRED": True,
             }  # fmt: skip
             for label, table, rows, dense in (
                 ("one pair", None, (None, None), None),

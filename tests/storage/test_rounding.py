@@ -7,18 +7,24 @@ import torch
 
 from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
 from fused_grad_optimizer.storage.rounding import (
-    flat_index,
+    MULTIPLIERS,
+    hash_pairs,
+    halves,
+    pair_index,
     parameter_keys,
-    random_words,
     round_stochastic_bf16,
+    spread,
     step_keys,
 )
 
 
 def bits(count, seed=0, step=1, parameter=0, start=0):
-    index = flat_index(start, count, torch.device("cpu"))
-    first, second = random_words(index, *parameter_keys(step_keys(seed, step), parameter))
-    return first & 0xFFFF, (first >> 16) & 0xFFFF, second & 0xFFFF, (second >> 16) & 0xFFFF
+    """The 16 bits of elements start .. start + count - 1 for each of four storages."""
+    pairs = pair_index(start // 2, count // 2 + 1, torch.device("cpu"))
+    word = hash_pairs(pairs, *parameter_keys(step_keys(seed, step), parameter))
+    words = [word, *(spread(word, multiplier) for multiplier in MULTIPLIERS[1:])]
+    random = [halves(w, out=torch.empty(2 * len(w), dtype=torch.int32)) & 0xFFFF for w in words]
+    return [r[start % 2 : start % 2 + count] for r in random]
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-9, 1.001, -3.14159, 1e-30, 1e30, 1e-39])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_grad_optimizer.storage.rounding import random_words as _random_words
+from fused_grad_optimizer.storage import rounding
 
-_random_words.__globals__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
-random_words = triton.jit(_random_words)
+rounding.__dict__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
+hash_pairs = triton.jit(rounding.hash_pairs)
+_spread = triton.jit(rounding.spread)
+_MULTIPLIERS = tl.constexpr(rounding.MULTIPLIERS)
 
 
 @triton.jit
@@ -38,6 +40,14 @@ def parameter_keys(keys, parameter):
 
 
 @triton.jit
+def random_halves(word, STORAGE: tl.constexpr):
+    """The random bits of the even and of the odd elements of pairs with this hash: two int32 in [0, 65536)."""
+    if STORAGE > 0:
+        word = _spread(word, _MULTIPLIERS[STORAGE])
+    return word & 0xFFFF, (word >> 16) & 0xFFFF
+
+
+@triton.jit
 def store_nearest(pointers, mask, value, random16):
     tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
@@ -46,11 +56,34 @@ def store_nearest(pointers, mask, value, random16):
 def store_stochastic_bf16(pointers, mask, value, random16):
     """fp32 -> bf16, up with the probability of the discarded fraction; inf as it is, NaN as a NaN.
 
-    The upper half of the bits is stored as an int16, which needs no masking and no conversion.
+    The upper half of the bits is stored as an int16, which needs no masking and no conversion. The sum may carry the NaN
+    that arithmetic makes (0x7FFFFFFF) over the sign bit: then it is less than the bits were.
     """
     bits = value.to(tl.int32, bitcast=True)
-    rounded = tl.where(value == value, bits + random16, 0x7FC00000) >> 16
+    rounded = tl.maximum(bits + random16, bits) >> 16
     tl.store(pointers.to(tl.pointer_type(tl.int16), bitcast=True), rounded.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def _pairs(index, PAIRED: tl.constexpr):
+    """The index of each element's pair; with PAIRED of each pair once, [..., columns / 2]."""
+    if PAIRED:
+        if len(index.shape) == 1:
+            index, _odd = tl.split(tl.reshape(index, (index.shape[0] // 2, 2)))
+        else:
+            index, _odd = tl.split(tl.reshape(index, (index.shape[0], index.shape[1] // 2, 2)))
+    return (index >> 1) & 0x7FFFFFFF
+
+
+@triton.jit
+def _random16(word, index, STORAGE: tl.constexpr, PAIRED: tl.constexpr):
+    """The 16 random bits of each element, from the hash of its pair."""
+    even, odd = random_halves(word, STORAGE)
+    if PAIRED:
+        bits = tl.reshape(tl.join(even, odd), index.shape)
+    else:
+        bits = tl.where((index & 1) != 0, odd, even)
+    return bits
 
 
 @triton.jit
@@ -67,25 +100,23 @@ def step_tile(
     RULE: tl.constexpr,
     STORES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Load W and states at `offsets` (int64 element offsets), apply the rule to gradient `g`, store them back.
 
-    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits.
+    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits. PAIRED: along the last
+    dimension elements 2i and 2i + 1 always are a pair, which is hashed once.
     """
     p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     values = ()
     for i in tl.static_range(len(states)):
         values = values + (tl.load(states[i] + offsets, mask=mask, other=0.0).to(tl.float32),)
     results = RULE(h, p, g, *values)
+    word = index
     if STOCHASTIC:
         key0, key1 = parameter_keys(keys, parameter)
-        first, second = random_words(index, key0, key1)
-    else:
-        first = index
-        second = index
-    STORES[0](weight + offsets, mask, results[0], first & 0xFFFF)
+        word = hash_pairs(_pairs(index, PAIRED), key0, key1)
+    STORES[0](weight + offsets, mask, results[0], _random16(word, index, 0, PAIRED and STOCHASTIC))
     for i in tl.static_range(len(states)):
-        word = first if i == 0 else second
-        # states 0, 1, 2 take bits 16-31 of the first word, then 0-15 and 16-31 of the second
-        bits = (word & 0xFFFF) if i == 1 else ((word >> 16) & 0xFFFF)
+        bits = _random16(word, index, i + 1, PAIRED and STOCHASTIC)
         STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)

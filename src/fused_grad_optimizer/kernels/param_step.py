@@ -65,7 +65,9 @@ def param_step_kernel(
     if dense is not None:
         g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
     h = load_scalars(scalars, SCALARS)
-    step_tile(weight, states, offsets, offsets.to(tl.int32), mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC)
+    step_tile(
+        weight, states, offsets, offsets.to(tl.int32), mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, BLOCK > 1
+    )
 
 
 def launch(

@@ -16,7 +16,15 @@ from fused_grad_optimizer.kernels.elementwise import WORKSPACE, Elementwise
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 from fused_grad_optimizer.rules import Update
 from fused_grad_optimizer.storage import STORAGES
-from fused_grad_optimizer.storage.rounding import flat_index, parameter_keys, random16, random_words, round_bits
+from fused_grad_optimizer.storage.rounding import (
+    MULTIPLIERS,
+    halves,
+    hash_pairs,
+    pair_index,
+    parameter_keys,
+    round_bits,
+    spread,
+)
 
 # Elements of one block. Measured on a 50M-parameter Llama on two cores: smaller blocks slow the GEMM, larger ones
 # push the rule's temporaries out of cache.
@@ -72,12 +80,9 @@ def _rule(update: Update, scalars: int) -> Elementwise:
     return Elementwise(update.twin, scalars, 2 + len(update.states), [0, *range(2, 2 + len(update.states))])
 
 
-@cache
-def _rounding(storage: int) -> Elementwise:
-    return Elementwise(lambda _, bits, *words: round_bits(bits, random16(words, storage)), 0, 3, [0])
-
-
-_WORDS = Elementwise(lambda keys, index: random_words(index, *keys), 2, 1, [None, None])
+_HASH = Elementwise(lambda keys, pair: hash_pairs(pair, *keys), 2, 1, [0])
+_SPREAD = Elementwise(lambda multiplier, word: spread(word, *multiplier), 1, 1, [None])
+_ROUND = Elementwise(lambda _, bits, random: round_bits(bits, random), 0, 2, [0])
 
 
 def step_block(
@@ -94,35 +99,45 @@ def step_block(
         return
     values = [t if t.dtype == dtype else _take_like(gradient).copy_(t) for t in stored]
     _rule(update, len(h))(h, [values[0], gradient, *values[1:]])
-    words = _random_words(start, gradient, target, keys)
+    first = start * gradient.shape[1]
+    words = _hash(first, gradient, target, keys)
     for i, (name, tensor, value) in enumerate(zip(target.storages, stored, values)):
         if value is tensor:
             continue
-        if STORAGES[name].stochastic:
+        if words is not None and STORAGES[name].stochastic:
             single = value if dtype == torch.float32 else value.to(torch.float32)
-            bits = single.view(torch.int32)
-            _rounding(i)((), [bits, *words])
+            _round(single, words, i, first % 2)
             tensor.copy_(single)
         else:
             tensor.copy_(value)
         WORKSPACE.give(value)
-    for word in words:
-        WORKSPACE.give(word)
+    if words is not None:
+        WORKSPACE.give(words)
 
 
 def _take_like(block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return WORKSPACE.take(block.shape, dtype or block.dtype, block.device)
 
 
-def _random_words(start: int, like: torch.Tensor, target: Target, keys: tuple[int, int]) -> list[torch.Tensor]:
-    """The two random words of each element of a block, where a storage needs them."""
+def _hash(first: int, like: torch.Tensor, target: Target, keys: tuple[int, int]) -> torch.Tensor | None:
+    """The word of each pair that a block beginning at element `first` touches, where a storage needs it."""
     if not any(STORAGES[name].stochastic for name in target.storages):
-        return []
-    index = _take_like(like, torch.int32)
-    flat_index(start * like.shape[1], like.numel(), like.device, out=index.view(-1))
-    words = _WORDS(parameter_keys(keys, target.parameter), [index])
-    WORKSPACE.give(index)
+        return None
+    pairs = (first + like.numel() + 1) // 2 - first // 2
+    words = WORKSPACE.take((pairs,), torch.int32, like.device)
+    _HASH(parameter_keys(keys, target.parameter), [pair_index(first // 2, pairs, like.device, out=words)])
     return words
+
+
+def _round(block: torch.Tensor, words: torch.Tensor, storage: int, odd: int) -> None:
+    """Round an fp32 block stochastically to bf16 values, in place; `odd`: it begins in the middle of a pair."""
+    own = _SPREAD((MULTIPLIERS[storage],), [words])[0] if storage else words
+    random = WORKSPACE.take((2 * words.numel(),), torch.int32, words.device)
+    halves(own, out=random)
+    _ROUND((), [block.view(torch.int32), random[odd : odd + block.numel()].view(block.shape)])
+    WORKSPACE.give(random)
+    if storage:
+        WORKSPACE.give(own)
 
 
 def wgrad_step(target: Target, gradient: Gradient, update: Update, h: tuple[float, ...], keys: tuple[int, int]) -> None:

@@ -97,6 +97,7 @@ def wgrad_step_kernel(
     STORE_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
+    PAIRED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -105,7 +106,7 @@ def wgrad_step_kernel(
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
     `table` (int64 [segments, 5]: address of dY, address of X, tokens, row stride of dY, row stride of X) is None for a
-    single segment. `flag` (int32): a value other than 0 leaves everything untouched.
+    single segment. PAIRED: k is even. `flag` (int32): a value other than 0 leaves everything untouched.
     """
     if flag is not None:
         if tl.load(flag) != 0:
@@ -149,7 +150,7 @@ def wgrad_step_kernel(
     else:
         h = load_scalars(scalars, SCALARS)
         index = (rows[:, None] * k + offs_k[None, :]).to(tl.int32)
-        step_tile(weight, states, offsets, index, mask, acc, h, keys, parameter, RULE, STORES, STOCHASTIC)
+        step_tile(weight, states, offsets, index, mask, acc, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)
 
 
 def _segment_table(gradient: Gradient) -> torch.Tensor | None:
@@ -221,6 +222,7 @@ def launch(
         STORE_ONLY=target is None,
         PRECISION=precision,
         ALIGNED=table is not None and _aligned(gradient),
+        PAIRED=k % 2 == 0,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         BLOCK_T=config.block_t,

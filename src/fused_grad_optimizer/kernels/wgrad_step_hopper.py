@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fused_grad_optimizer.kernels._device import load_scalars, parameter_keys, random_words
+from fused_grad_optimizer.kernels._device import hash_pairs, load_scalars, parameter_keys, random_halves
 from fused_grad_optimizer.kernels._gluon import role_barrier, tma_load
 from fused_grad_optimizer.kernels.configs import HopperConfig
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -182,16 +182,15 @@ def _state_role(sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.const
 
 
 @gluon.jit
-def _store(targets, base, local, mask, results, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
+def _store(targets, offsets, mask, results, pair, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
     """Results to memory, with the random bits of `_device.step_tile` for the same elements."""
-    first = local
-    second = local
+    word = pair
     if STOCHASTIC:
-        first, second = random_words(base.to(gl.int32) + local, key0, key1)
+        word = hash_pairs(pair & 0x7FFFFFFF, key0, key1)
     for s in gl.static_range(len(targets)):
-        word = first if s < 2 else second
-        bits = ((word >> 16) & 0xFFFF) if s % 2 == 1 else (word & 0xFFFF)
-        STORES[s](targets[s] + base + local, mask, results[s], bits)
+        even, odd = random_halves(word, s)
+        bits = gl.convert_layout(gl.join(even, odd).reshape(offsets.shape), offsets.type.layout, assert_trivial=True)
+        STORES[s](targets[s] + offsets, mask, results[s], bits)
 
 
 @gluon.jit
@@ -221,6 +220,10 @@ def _update_role(
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, UNIT, layout=gl.SliceLayout(0, layout))
     local = rows[:, None] * k + columns[None, :]
+    halved: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])  # for pairs of columns
+    pair_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, halved))
+    pair_columns = gl.arange(0, UNIT // 2, layout=gl.SliceLayout(0, halved))
+    pairs = pair_rows[:, None] * (k // 2) + pair_columns[None, :]
     factor = gl.load(scale).to(gl.float32) if scale is not None else 1.0
     key0, key1 = 0, 0
     if RULE is not None:
@@ -250,7 +253,9 @@ def _update_role(
             if not EVEN:
                 mask = (r + rows < n)[:, None] & (column + columns < k)[None, :]
             if RULE is not None:
-                _store(targets, base, local, mask, RULE(h, values[0], g, *values[1:]), key0, key1, STORES, STOCHASTIC)
+                results = RULE(h, values[0], g, *values[1:])
+                pair = (base >> 1).to(gl.int32) + pairs
+                _store(targets, base + local, mask, results, pair, key0, key1, STORES, STOCHASTIC)
             else:
                 gl.store(targets[0] + base + local, g, mask=mask)
 

@@ -1,8 +1,9 @@
 """Counter-based random bits and stochastic rounding, the same on every device.
 
 The bits of an element are a function of (seed, step, parameter, flat element index) alone: they do not depend on tile
-shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Two 32-bit words serve four storages
-of an element, 16 bits each: weight and first state from the first word, the next two states from the second.
+shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Two neighbours (flat indices 2i and
+2i + 1) share one hash, from which each storage (weight 0, first state 1, ...) takes a word of its own: the even element
+its lower half, the odd one its upper half.
 
 The mixing function is a 32-bit multiply-xorshift hash. Everything is int32 arithmetic that wraps, so that the torch
 form below and the Triton form in `kernels/` are the same operations.
@@ -41,44 +42,50 @@ def parameter_keys(keys: tuple[int, int], parameter: int) -> tuple[int, int]:
     return _signed(key0), _signed(key1)
 
 
-def random_words(index, key0, key1):
-    """Two int32 words of random bits for each int32 element index. One code for torch tensors and Triton tiles."""
-    x = index + key0
+def hash_pairs(pair, key0, key1):
+    """An int32 word for each pair of elements (int32 index of the pair). One code for torch tensors and Triton tiles."""
+    x = pair + key0
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 2146121005
     x = x ^ key1
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -2073254261
-    first = x ^ ((x >> 16) & 0xFFFF)
-    y = first * -1640531535
-    second = y ^ ((y >> 15) & 0x1FFFF)
-    return first, second
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
-def flat_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Flat element indices `start .. start + count - 1`, modulo 2^32, as int32 (in `out` [count] if given)."""
+def spread(word, multiplier):
+    """Another word from the pair's hash: one for each storage but the first, by `MULTIPLIERS`."""
+    x = word * multiplier
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+MULTIPLIERS = (1, -1640531535, -2048144777, -1028477379)
+"""Of each storage; the first takes the hash as it is."""
+
+
+def pair_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Pair indices `start .. start + count - 1`, modulo 2^31, as int32 (in `out` [count] if given)."""
     out = torch.empty(count, dtype=torch.int32, device=device) if out is None else out
-    wrapped = _signed(start & _MASK)
-    if wrapped + count < 1 << 31:
-        return torch.arange(wrapped, wrapped + count, dtype=torch.int32, device=device, out=out)
-    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device))
+    start &= 0x7FFFFFFF
+    if start + count <= 1 << 31:
+        return torch.arange(start, start + count, dtype=torch.int32, device=device, out=out)
+    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device) & 0x7FFFFFFF)
 
 
-def random16(words, storage: int):
-    """The 16 random bits, an int32 in [0, 65536), of the storage with this index, from `random_words`."""
-    word = words[storage // 2]
-    return (word >> 16) & 0xFFFF if storage % 2 else word & 0xFFFF
+def halves(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """For words [pairs], the 16 bits of each element as int32 [2 * pairs] in `out`; the upper 16 are not cleared."""
+    return out.copy_(words.view(torch.int16))
 
 
 def round_bits(bits, random):
     """Stochastic rounding to bf16 on the int32 bits of an fp32: up with the probability of the discarded fraction.
 
-    The low 16 bits of the result are zero; NaN and inf stay as they are.
+    Of `random` the lower 16 bits count. The low 16 bits of the result are zero; NaN and inf stay as they are.
     """
     finite = (bits & 0x7F800000) != 0x7F800000
-    return torch.where(finite, (bits + random) & -65536, bits)
+    return torch.where(finite, (bits + (random & 0xFFFF)) & -65536, bits)
 
 
 def round_stochastic_bf16(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """fp32 -> bf16 with `round_bits`. `random` holds int32 values in [0, 65536)."""
+    """fp32 -> bf16 with `round_bits`; `random` is int32."""
     return round_bits(value.view(torch.int32), random).view(torch.float32).to(torch.bfloat16)
