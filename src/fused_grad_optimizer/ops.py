@@ -218,6 +218,21 @@ def step(target: Target, gradient: Gradient, update: Update, scalars: StepScalar
     )  # fmt: skip
 
 
+def step_by(
+    choice: tuning.Choice,
+    target: Target,
+    gradient: Gradient,
+    update: Update,
+    scalars: StepScalars,
+    flag: torch.Tensor | None,
+) -> None:
+    """`step` with (dY, X) pairs by a given path and configuration, whichever is fastest: for measurements."""
+    targets = [target.weight, *target.states]
+    launch, options = _launch_of(choice, gradient, target.weight.shape[0], target.weight.shape[1], targets)
+    with on_device(target.weight.device):
+        _launch_step(launch, gradient, target, scalars.values, scalars.keys, flag, update.name, **options)
+
+
 def wgrad(gradient: Gradient, shape: torch.Size, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows `start:end` of a gradient of `shape` [N, K], in `dtype` (fp32 or fp64)."""
     return torch.ops.forge.wgrad(

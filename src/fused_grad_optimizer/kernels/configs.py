@@ -84,7 +84,7 @@ CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
         {"block_t": 64, "stages": 4, "group": 16},
     ),
     PORTABLE: ({},),
-    CHUNKED: ({"mib": 16}, {}, {"mib": 32}),
+    CHUNKED: ({}, {"mib": 16}, {"mib": 32}),
 }
 
 _GEMM_TILE = 128  # rows and columns of a tile of the GEMM library, about

@@ -15,14 +15,22 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from fused_grad_optimizer.kernels import tuning
-from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE, ChunkConfig, gemm_config, hopper_config
+from fused_grad_optimizer.kernels.configs import (
+    CHUNKED,
+    HOPPER,
+    PORTABLE,
+    ChunkConfig,
+    HopperConfig,
+    gemm_config,
+    hopper_config,
+)
 from fused_grad_optimizer.kernels.factors import Gradient
 
 PATHS = (PORTABLE, HOPPER, CHUNKED)
@@ -90,14 +98,14 @@ def plan(
         raise ValueError(f"FORGE_KERNEL={wanted!r} is not a path; use one of {', '.join(PATHS)}, or unset it")
     if wanted == PORTABLE:
         return Plan(tuning.Choice(PORTABLE), "FORGE_KERNEL says so")
-    against = _reason_against_hopper(gradient, n, k, targets, device)
+    against = reason_against_hopper(gradient, n, k, targets)
     if storing or wanted == HOPPER:
         if against is None:
             return Plan(tuning.Choice(HOPPER), "compute capability 9.0" if storing else "FORGE_KERNEL says so")
         if wanted == HOPPER:
             raise ValueError(f"FORGE_KERNEL={wanted}, but: {against}")
         return Plan(tuning.Choice(PORTABLE), against)
-    against_chunks = _reason_against_chunks(gradient)
+    against_chunks = reason_against_chunks(gradient)
     if wanted == CHUNKED:
         if against_chunks is not None:
             raise ValueError(f"FORGE_KERNEL={wanted}, but: {against_chunks}")
@@ -116,16 +124,18 @@ def launcher(
     choice: tuning.Choice, n: int, k: int, targets: Sequence[torch.Tensor], tokens: int, inputs: torch.dtype
 ) -> tuple[Callable, dict[str, Any]]:
     """The launch function of a path, and its options that come from the choice."""
-    changes = dict(choice.config)
-    if choice.path == HOPPER:
-        config = hopper_config(sum([t.element_size() for t in targets]), tokens)
-        module = hopper_kernel()
-        assert module is not None
-        return module.launch, {"config": replace(config, **changes) if changes else config}
     launch = _module(choice.path).launch
+    if choice.path == HOPPER:
+        return launch, {"config": _hopper_config(sum([t.element_size() for t in targets]), tokens, choice.config)}
+    changes = dict(choice.config)
     if choice.path == CHUNKED:
         return launch, {"config": ChunkConfig(**changes)} if changes else {}
     return launch, {"config": replace(gemm_config(n, k, inputs), **changes)} if changes else {}
+
+
+@lru_cache(maxsize=1024)
+def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, int], ...]) -> HopperConfig:
+    return replace(hopper_config(element_bytes, tokens), **dict(changes))
 
 
 @cache
@@ -143,14 +153,16 @@ def _adds_in_fp32() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
-def _reason_against_chunks(gradient: Gradient) -> str | None:
+def reason_against_chunks(gradient: Gradient) -> str | None:
+    """Why the chunked path cannot take this gradient, or None."""
     if len(gradient.dys) > 1 and gradient.dys[0].dtype != torch.float32 and not _adds_in_fp32():
         return "this torch cannot add products of 16-bit matrices to an fp32 one; torch 2.10 can"
     return None
 
 
-def _reason_against_hopper(gradient, n, k, targets, device) -> str | None:
-    if not _is_hopper(device):
+def reason_against_hopper(gradient: Gradient, n: int, k: int, targets: list[torch.Tensor]) -> str | None:
+    """Why the Hopper kernel cannot take this gradient on its device, or None."""
+    if not _is_hopper(gradient.dys[0].device):
         return "compute capability is not 9.0"
     module = hopper_kernel()
     if module is None:

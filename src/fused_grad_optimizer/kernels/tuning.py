@@ -317,4 +317,4 @@ def _crossing(t0: int, t1: int, a: Choice, b: Choice, cells: Mapping[int, Mappin
         return min(t1 - 1, round(math.sqrt(t0 * t1)))
     if ahead <= 0 or behind >= 0:  # within NEAR of each other
         return t0
-    return min(t1 - 1, t0 + int((t1 - t0) * ahead / (ahead - behind)))
+    return min(t1 - 1, t0 + round((t1 - t0) * ahead / (ahead - behind)))
