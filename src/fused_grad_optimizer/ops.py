@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import library
 
-from fused_grad_optimizer.kernels import Gradient, Target, dispatch, tile_cpu, triton_reason
-from fused_grad_optimizer.kernels.configs import gemm_config, hopper_config
+from fused_grad_optimizer.kernels import Gradient, Target, dispatch, tile_cpu, triton_reason, tuning
 from fused_grad_optimizer.rules import UPDATES, Update, get_rule
 from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
 from fused_grad_optimizer.storage.rounding import step_keys
@@ -107,21 +106,28 @@ def _step(
     else:
         with on_device(weight.device):
             if dys:
-                launch, options = _gemm_kernel(gradient, weight.shape[0], weight.shape[1], [weight, *states])
+                stochastic = any(STORAGES[name].stochastic for name in storages)
+                launch, options = _gemm_kernel(
+                    gradient, weight.shape[0], weight.shape[1], [weight, *states], stochastic=stochastic
+                )
             else:
                 launch, options = _dense_kernel(), {}
             _launch_step(launch, gradient, target, scalars, keys, flag, update, **options)
     torch.autograd.graph.increment_version([weight, *states])
 
 
-def _gemm_kernel(gradient: Gradient, n: int, k: int, targets: list[torch.Tensor]) -> tuple[Callable, dict[str, Any]]:
-    """The launch function of the kernel that fits, and its first arguments."""
-    if dispatch.choose(gradient, n, k, targets)[0] == dispatch.HOPPER:
-        config = hopper_config(sum(t.element_size() for t in targets))
-        return dispatch.hopper_kernel().launch, {"shape": (n, k), "config": config}  # type: ignore[union-attr]
-    from fused_grad_optimizer.kernels import wgrad_step
+def _gemm_kernel(
+    gradient: Gradient, n: int, k: int, targets: list[torch.Tensor], **options
+) -> tuple[Callable, dict[str, Any]]:
+    """The launch function of the path that is fastest, and its first arguments."""
+    choice = dispatch.plan(gradient, n, k, targets, **options).choice
+    return _launch_of(choice, gradient, n, k, targets)
 
-    return wgrad_step.launch, {"shape": (n, k)}
+
+def _launch_of(choice: tuning.Choice, gradient: Gradient, n: int, k: int, targets) -> tuple[Callable, dict[str, Any]]:
+    tokens = sum(dy.shape[0] for dy in gradient.dys)
+    launch, options = dispatch.launcher(choice, n, k, targets, tokens, gradient.dys[0].dtype)
+    return launch, {"shape": (n, k), **options}
 
 
 def _dense_kernel() -> Callable:
@@ -138,7 +144,7 @@ def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, 
     if dys and dtype == torch.float32 and out.numel() and triton_reason(device, dys[0].dtype) is None:
         with on_device(device):
             if (start, end) == (0, rows):
-                launch, options = _gemm_kernel(gradient, rows, columns, [out])
+                launch, options = _gemm_kernel(gradient, rows, columns, [out], storing=True)
                 launch(gradient, *options.pop("shape"), out=out, **options)
             else:
                 from fused_grad_optimizer.kernels import wgrad_step
@@ -212,12 +218,38 @@ def step(target: Target, gradient: Gradient, update: Update, scalars: StepScalar
     )  # fmt: skip
 
 
+def step_by(
+    choice: tuning.Choice,
+    target: Target,
+    gradient: Gradient,
+    update: Update,
+    scalars: StepScalars,
+    flag: torch.Tensor | None,
+) -> None:
+    """`step` with (dY, X) pairs by a given path and configuration, whichever is fastest: for measurements."""
+    targets = [target.weight, *target.states]
+    launch, options = _launch_of(choice, gradient, target.weight.shape[0], target.weight.shape[1], targets)
+    with on_device(target.weight.device):
+        _launch_step(launch, gradient, target, scalars.values, scalars.keys, flag, update.name, **options)
+
+
 def wgrad(gradient: Gradient, shape: torch.Size, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows `start:end` of a gradient of `shape` [N, K], in `dtype` (fp32 or fp64)."""
     return torch.ops.forge.wgrad(
         gradient.dys, gradient.xs, gradient.row_map, gradient.row_sums, gradient.scale, gradient.dense,
         shape[0], shape[1], start, end, dtype,
     )  # fmt: skip
+
+
+class Explanation(NamedTuple):
+    """Attributes:
+    path: "wgrad_step_hopper", "wgrad_step", "chunked" or "tile_cpu".
+    crossover: the largest T that stays in registers; above it all is chunked. None where no T is.
+    """
+
+    path: str
+    reason: str
+    crossover: int | None = None
 
 
 def explain(
@@ -230,8 +262,8 @@ def explain(
     input_dtype: torch.dtype | None = None,
     rule: str = "adamw",
     state: str | None = None,
-) -> tuple[str, str]:
-    """Which path updates a weight [n, k] from t tokens, and why: `(path, reason)`.
+) -> Explanation:
+    """Which path updates a weight [n, k] from t tokens, why, and from which T on another: `(path, reason, crossover)`.
 
     Example:
         >>> explain(4096, 4096, 512, device="cpu", weight_dtype=torch.float32)[0]
@@ -244,16 +276,15 @@ def explain(
     reason = triton_reason(device, weight_dtype)
     if reason is not None:
         rows = tile_cpu.block_rows(n, k)
-        return "tile_cpu", f"{reason}; torch operations on blocks of {rows} rows; {kept}"
+        return Explanation("tile_cpu", f"{reason}; torch operations on blocks of {rows} rows; {kept}")
     inputs = input_dtype or weight_dtype
     gradient = Gradient([_sample(t, n, inputs, device)], [_sample(t, k, inputs, device)])
-    storages = [weight_storage(weight_dtype, None), *[state_storage(weight_dtype, state)] * 2]
-    kernel, reason = dispatch.choose(gradient, n, k, [_sample(1, k, s.dtype, device) for s in storages])
-    if kernel == dispatch.HOPPER:
-        return kernel, f"Hopper kernel ({reason}), T={t}; {kept}"
-    config = gemm_config(n, k, inputs)
-    tile = f"{config.block_n}x{config.block_k}x{config.block_t}"
-    return kernel, f"portable Triton kernel ({reason}), tiles {tile}, T={t}; {kept}"
+    chosen = get_rule(rule)
+    states = len(chosen.select({**chosen.defaults, "maximize": False}).states)
+    storages = [weight_storage(weight_dtype, None), *[state_storage(weight_dtype, state)] * states]
+    targets = [_sample(1, k, s.dtype, device) for s in storages]
+    plan = dispatch.plan(gradient, n, k, targets, stochastic=any(s.stochastic for s in storages), tokens=t)
+    return Explanation(plan.choice.path, f"{plan.reason}; T={t}; {kept}", plan.crossover)
 
 
 def _sample(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -70,12 +70,13 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
                     (weight, states, dy, x, t, n, k, table, 2, t, *rows, dense, scale, scalars, keys, flag, n, k, 0, 0),
                     {**constants, **tile, "ALIGNED": table is not None},
                 )
-            yield (
-                f"param_step {update.name} {name}",
-                param_step.param_step_kernel,
-                (weight, states, weight, row_map, row_sums, scale, scalars, keys, flag, n * k, k, 0),
-                {**constants, "BLOCK": 1024},
-            )
+            for label, acc in (("", None), (" chunk", torch.empty(n, k))):
+                yield (
+                    f"param_step {update.name} {name}{label}",
+                    param_step.param_step_kernel,
+                    (weight, states, weight, row_map, row_sums, scale, scalars, keys, flag, n * k, k, 0, acc, 0),
+                    {**constants, "BLOCK": 1024},
+                )
     floats = torch.empty(8, 64)
     longs, unfused = torch.empty(8, dtype=torch.int64), {"enable_fp_fusion": False}
     yield "sum_rows", param_step.sum_rows_kernel, (longs, floats, 64, longs, floats, 64), {"BLOCK": 64, **unfused}

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import triton
 
 from fused_grad_optimizer.kernels import wgrad_step_hopper as hopper
-from fused_grad_optimizer.kernels.configs import hopper_config
+from fused_grad_optimizer.kernels.configs import CANDIDATES, HOPPER, hopper_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 from fused_grad_optimizer.ops import _stores
 from fused_grad_optimizer.rules import UPDATES
@@ -41,6 +42,9 @@ def variants() -> Iterator[tuple[str, list, dict]]:
             yield _variant(f"{update.name} {weight} {state}", update, weight, state, 256, 1)
     adamw = UPDATES["adamw"]
     yield _variant("adamw bf16 bf16, 3 pairs, scaled, uneven", adamw, "bf16", "bf16", 272, 3, torch.ones(()))
+    for changes in CANDIDATES[HOPPER]:
+        config = replace(hopper_config(6), **changes)
+        yield _variant(f"adamw bf16 bf16, {changes}", adamw, "bf16", "bf16", 256, 1, config=config)
     gradient = Gradient([_tensor(128, 256, torch.bfloat16)], [_tensor(128, 256, torch.bfloat16)])
     options = {"target": None, "out": _tensor(256, 256, torch.float32), "scalars": None, "keys": None, "flag": None}
     yield (
@@ -51,13 +55,14 @@ def variants() -> Iterator[tuple[str, list, dict]]:
     )  # fmt: skip
 
 
-def _variant(label, update, weight, state, n, pairs, scale=None) -> tuple[str, list, dict]:
+def _variant(label, update, weight, state, n, pairs, scale=None, config=None) -> tuple[str, list, dict]:
     names = [weight] + [state] * len(update.states)
     tensors = [_tensor(n, n, STORAGES[name].dtype) for name in names]
     factors = [_tensor(128, n, torch.bfloat16) for _ in range(pairs)]
     stores, stochastic = _stores(names)
     positional, constants = hopper.arguments(
-        Gradient(factors, factors, scale=scale), n, n, hopper_config(sum(t.element_size() for t in tensors)),
+        Gradient(factors, factors, scale=scale), n, n,
+        config or hopper_config(sum(t.element_size() for t in tensors)),
         target=Target(tensors[0], tensors[1:], names, 0), out=None,
         scalars=torch.empty(len(update.scalars(_hyper(), 1, True))), keys=torch.empty(2, dtype=torch.int32),
         flag=torch.zeros(1, dtype=torch.int32), update=update, stores=stores, stochastic=stochastic,

@@ -17,6 +17,7 @@ from rich.console import Console
 from fused_grad_optimizer.cli.benchmarks import results
 from fused_grad_optimizer.cli.benchmarks.sheets import print_sheet, sheet
 from fused_grad_optimizer.cli.training.config import UsageError, check_dtype, find_device, flag
+from fused_grad_optimizer.kernels import tuning
 from fused_grad_optimizer.rules import get_rule
 from fused_grad_optimizer.storage import check_modes
 
@@ -66,6 +67,45 @@ def kernel(
         settings = _kernel_settings(bench, options)
         command = _command("kernel", options, {"rounds": 20, "seed": 0})
         _measure(lambda say: bench.run(settings, say), settings.device, command, out, revision, ())
+
+
+@app.command()
+def tune(
+    shape: Annotated[list[str] | None, _option("Weight, out x in features; may be repeated.", metavar="NxK")] = None,
+    tokens: Annotated[list[int] | None, _option("Tokens T; may be repeated (default: 128, 256, ... 16384).")] = None,
+    rule: Annotated[list[str] | None, _option("Update rule; may be repeated (default: adamw).")] = None,
+    state: Annotated[
+        list[str] | None, _option("States as fp32, bf16 or bf16-nearest; may be repeated (default: as the weights).")
+    ] = None,
+    weight: Annotated[Text, WEIGHT] = None,
+    dtype: Annotated[Text, DTYPE] = None,
+    device: Annotated[Text, _option("cuda, cuda:1, ... (default: cuda).")] = None,
+    rounds: Annotated[int, _option("Samples of each time; the median counts.", default=True)] = 20,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what the table has already.")] = False,
+    out: Annotated[Text, _option("The table (default: this card's in your cache folder, which FORGE reads).")] = None,
+) -> None:
+    """Time every path and configuration on this card, and write down which one FORGE is to take at which T.
+
+    Random tensors only. Each candidate is first checked against fp64. The table is written after every cell: Ctrl-C
+    loses nothing, and the same command goes on where it stopped.
+    """
+    options = {k: v for k, v in locals().items() if k not in ("again", "out")}
+    with _usage_errors("tune"):
+        from fused_grad_optimizer.cli.benchmarks import tune as bench
+
+        place = find_device(device)
+        if torch.device(place).type != "cuda":
+            raise UsageError(
+                f"--device {place}: tuning needs a CUDA device; elsewhere there is one path only, and nothing to choose"
+            )
+        command = _command("tune", options, {"rounds": 20})
+        settings = _kernel_settings(bench, {**options, "seed": 0})
+        environment = results.environment(settings.device, command, None)
+        path = Path(out).expanduser() if out else tuning.user_path(environment["card"])
+        console = Console(soft_wrap=True)
+        code = bench.run(settings, path, environment, lambda text: console.print(text, highlight=False), again=again)
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -106,10 +106,10 @@ def _about(device: str, dtype: torch.dtype) -> Table:
 def _paths(sizes: list[Size], tokens: int, device: str, dtype: torch.dtype, rule: str, state: str | None) -> Table:
     from fused_grad_optimizer import ops
 
-    table = Table("layer", "out x in", "path", "why", title=f"{tokens} tokens, {str(dtype).removeprefix('torch.')}")
+    title = f"{tokens} tokens, {str(dtype).removeprefix('torch.')}"
+    table = Table("layer", "out x in", "path", "in registers up to T", "why", title=title)
     for name, n, k in sizes:
-        path, why = ops.explain(
-            n, k, tokens, device=device, weight_dtype=dtype, input_dtype=dtype, rule=rule, state=state
-        )
-        table.add_row(name, f"{n} x {k}", path, why)
+        found = ops.explain(n, k, tokens, device=device, weight_dtype=dtype, input_dtype=dtype, rule=rule, state=state)
+        crossover = "-" if found.crossover is None else str(found.crossover)
+        table.add_row(name, f"{n} x {k}", found.path, crossover, found.reason)
     return table

@@ -6,8 +6,12 @@ Nothing is autotuned in place: a trial launch of a kernel that updates weights w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+
+# The ways to take a gradient that has (dY, X) pairs; the names of their modules in `kernels/`.
+PORTABLE, HOPPER, CHUNKED = "wgrad_step", "wgrad_step_hopper", "chunked"
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,17 @@ class HopperConfig:
     instruction: int = 64
 
 
+@dataclass(frozen=True)
+class ChunkConfig:
+    """Of `chunked`: `mib`, MiB of fp32 that its buffer may have."""
+
+    mib: int = 24
+
+
 _STATE_BYTES = 48 << 10  # of shared memory, beside operand stages and accumulator units
 
 
-def hopper_config(element_bytes: int) -> HopperConfig:
+def hopper_config(element_bytes: int, tokens: int | None = None) -> HopperConfig:
     """Configuration for a weight and states of `element_bytes` bytes a parameter (6 for AdamW all in bf16)."""
     return HopperConfig(state_slots=max(1, min(4, _STATE_BYTES // (2 * 32 * 64 * element_bytes))))
 
@@ -61,6 +72,47 @@ def gemm_config(n: int, k: int, input_dtype: torch.dtype) -> GemmConfig:
     if input_dtype == torch.float32:
         return GemmConfig(64, 64, 32, 8, 4, 2)
     return GemmConfig(64, 64, 64, 8, 4, 3)
+
+
+# What `forge bench tune` times: fields that differ from the configuration above, for each path.
+CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
+    HOPPER: (
+        {},
+        {"group": 4},
+        {"group": 16},
+        {"block_t": 64, "stages": 4},
+        {"block_t": 64, "stages": 4, "group": 16},
+    ),
+    PORTABLE: ({},),
+    CHUNKED: ({}, {"mib": 16}, {"mib": 32}),
+}
+
+_GEMM_TILE = 128  # rows and columns of a tile of the GEMM library, about
+
+
+@cache
+def chunk_rows(n: int, k: int, multiprocessors: int, config: ChunkConfig) -> int:
+    """Rows of a chunk for a weight [n, k] on a card of so many multiprocessors.
+
+    The chunk is written by a GEMM and read back at once, so it should stay in the L2 cache (50 MiB on an H200, which
+    dY, X, weight and states pass through as well): that is the limit in `config`. Under it, rows in multiples of 128,
+    because the GEMM has tiles of 128 x 128 or so, which a card works on in waves of one for each multiprocessor: the
+    number that needs the fewest waves for the whole weight wins, where each chunk costs half a wave more for its two
+    launches and the tail between them; of equals the largest. Never more than half of the rows, so that no chunk is
+    the whole gradient (unless the weight is a single row); fewer than 128 rows where 128 do not fit.
+    """
+    most = max(1, min((config.mib << 20) // (4 * max(k, 1)), (n + 1) // 2))
+    if most < _GEMM_TILE:
+        return most
+
+    def waves(rows: int) -> int:
+        return -(-(-(-rows // _GEMM_TILE) * -(-k // _GEMM_TILE)) // multiprocessors)
+
+    def cost(rows: int) -> tuple[float, int]:
+        full, rest = divmod(n, rows)
+        return full * (waves(rows) + 0.5) + (waves(rest) + 0.5 if rest else 0), -rows
+
+    return min(range(_GEMM_TILE, most + 1, _GEMM_TILE), key=cost)
 
 
 PARAM_BLOCK = 1024

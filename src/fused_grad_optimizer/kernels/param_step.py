@@ -1,9 +1,10 @@
 """The rule for a gradient that is a tensor or rows of an embedding, in one streaming pass.
 
-    g = scale * R + dense        R[v] = row_sums[row_map[v]], or 0 where row_map[v] < 0; each part optional
+    g = scale * (acc + R) + dense    R[v] = row_sums[row_map[v]], or 0 where row_map[v] < 0; each part optional
     W, states = rule(W, g, states)
 
-Elements are taken flat; the random bits are those `wgrad_step` uses for the same element.
+Elements are taken flat, all of them or those from `start` on, of which `acc` holds a part of the gradient; the random
+bits are those `wgrad_step` uses for the same element.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def param_step_kernel(
     count,
     k,
     parameter,
+    acc,
+    start,
     RULE: tl.constexpr,
     STORES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -51,13 +54,16 @@ def param_step_kernel(
     if flag is not None:
         if tl.load(flag) != 0:
             return
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < count
+    local = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = local < count
+    offsets = start + local
     g = tl.zeros((BLOCK,), dtype=tl.float32)
+    if acc is not None:
+        g = tl.load(acc + local, mask=mask, other=0.0)
     if row_map is not None:
         v = offsets // k
         row = tl.load(row_map + v, mask=mask, other=-1)
-        g = tl.load(row_sums + row.to(tl.int64) * k + (offsets - v * k), mask=mask & (row >= 0), other=0.0).to(
+        g += tl.load(row_sums + row.to(tl.int64) * k + (offsets - v * k), mask=mask & (row >= 0), other=0.0).to(
             tl.float32
         )
     if scale is not None:
@@ -80,9 +86,15 @@ def launch(
     update,
     stores: tuple,
     stochastic: bool,
+    acc: torch.Tensor | None = None,
+    start: int = 0,
 ) -> None:
-    """Launch over all elements of `target` (contiguous). `gradient` holds no (dY, X) pairs; dense is contiguous."""
-    count = target.weight.numel()
+    """Launch over all elements of `target` (contiguous), or over those that `acc` (fp32, contiguous) holds a sum for.
+
+    The (dY, X) pairs of `gradient` are not looked at: `acc` is their sum for the flat elements from `start` on. Dense
+    is contiguous.
+    """
+    count = target.weight.numel() if acc is None else acc.numel()
     block = min(PARAM_BLOCK, triton.next_power_of_2(count))
     param_step_kernel[(triton.cdiv(count, block),)](
         target.weight,
@@ -97,6 +109,8 @@ def launch(
         count,
         gradient.row_sums.shape[1] if gradient.row_sums is not None else 1,
         target.parameter,
+        acc,
+        start,
         RULE=update.kernel,
         STORES=stores,
         STOCHASTIC=stochastic,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from fused_grad_optimizer.kernels._device import load_scalars, step_tile
-from fused_grad_optimizer.kernels.configs import gemm_config
+from fused_grad_optimizer.kernels.configs import GemmConfig, gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 
@@ -184,13 +184,14 @@ def launch(
     update=None,
     stores: tuple = (),
     stochastic: bool = False,
+    config: GemmConfig | None = None,
 ) -> None:
     """Launch on rows `row_start : row_start + n`: the fused step on `target`, or `out` (fp32 [n, k]) stores g.
 
     At least one (dY, X) pair is needed; inputs have a unit stride in their last dimension.
     """
     dy, x = gradient.dys[0], gradient.xs[0]
-    config = gemm_config(n, k, dy.dtype)
+    config = config or gemm_config(n, k, dy.dtype)
     table = _segment_table(gradient)
     precision = "tf32" if dy.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     wgrad_step_kernel[(triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k),)](

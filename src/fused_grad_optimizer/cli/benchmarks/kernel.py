@@ -55,17 +55,26 @@ class WrongResult(Exception):
     """A path whose result is not within the tolerance: it is not timed."""
 
 
+def hyper_of(case: Case) -> dict[str, Any]:
+    return {**get_rule(case.rule).defaults, **RULE_SETTINGS.get(case.rule, {}), "maximize": False}
+
+
+def storages_of(case: Case, settings: KernelSettings) -> list[str]:
+    """Storage names of the weight and of each state."""
+    states = get_rule(case.rule).select(hyper_of(case)).states
+    kept = state_storage(settings.dtype, case.state).name
+    return [weight_storage(settings.dtype, settings.weight).name, *[kept] * len(states)]
+
+
 class Problem:
     """Random data of one case: factors, and as many weights with states as rotation needs."""
 
     def __init__(self, case: Case, settings: KernelSettings) -> None:
         self.case, self.device, self.dtype = case, settings.device, settings.dtype
-        rule = get_rule(case.rule)
-        self.hyper: dict[str, Any] = {**rule.defaults, **RULE_SETTINGS.get(case.rule, {}), "maximize": False}
-        self.update: Update = rule.select(self.hyper)
+        self.hyper = hyper_of(case)
+        self.update: Update = get_rule(case.rule).select(self.hyper)
         self.kept = state_storage(settings.dtype, case.state)
-        self.storages = [weight_storage(settings.dtype, settings.weight).name]
-        self.storages += [self.kept.name] * len(self.update.states)
+        self.storages = storages_of(case, settings)
         self._generator = torch.Generator(settings.device).manual_seed(settings.seed)
         shrink = case.tokens**-0.5  # gradient elements of unit variance
         self.gradient = Gradient(
@@ -122,24 +131,37 @@ def check(problem: Problem) -> dict[str, float]:
     Raises:
         WrongResult: an error is above its bound, or not a number.
     """
-    reference, bounds = _reference_and_bounds(problem)
-    found = {}
-    for path, step in (("fused", problem.step), ("dw_param_step", problem.param_step)):
-        first = problem.targets[0]
-        copy = Target(first.weight.clone(), [s.clone() for s in first.states], first.storages, first.parameter)
-        step(copy, problem.scalars(CHECK_LR))
-        worst = 0.0
-        names, values = ("weight", *problem.update.states), (copy.weight, *copy.states)
-        for name, value, exact, bound in zip(names, values, reference, bounds):
-            error = _relative_error(value, exact)
-            if not error <= bound:
-                raise WrongResult(f"{path}: the error of {name} is {error:.2e}, above {bound:.2e}")
-            worst = max(worst, error / bound)
-        found[path] = worst
-    return found
+    right = reference_and_bounds(problem)
+    steps = {"fused": problem.step, "dw_param_step": problem.param_step}
+    return {path: error_over_bound(problem, path, step, *right) for path, step in steps.items()}
 
 
-def _reference_and_bounds(problem: Problem) -> tuple[list[torch.Tensor], list[float]]:
+def error_over_bound(
+    problem: Problem,
+    path: str,
+    step: Callable[[Target, ops.StepScalars], object],
+    reference: list[torch.Tensor],
+    bounds: list[float],
+) -> float:
+    """The largest error over its bound after `step` on a copy of the first weight; see `check`.
+
+    Raises:
+        WrongResult: an error is above its bound, or not a number.
+    """
+    first = problem.targets[0]
+    copy = Target(first.weight.clone(), [s.clone() for s in first.states], first.storages, first.parameter)
+    step(copy, problem.scalars(CHECK_LR))
+    worst = 0.0
+    names, values = ("weight", *problem.update.states), (copy.weight, *copy.states)
+    for name, value, exact, bound in zip(names, values, reference, bounds):
+        error = _relative_error(value, exact)
+        if not error <= bound:
+            raise WrongResult(f"{path}: the error of {name} is {error:.2e}, above {bound:.2e}")
+        worst = max(worst, error / bound)
+    return worst
+
+
+def reference_and_bounds(problem: Problem) -> tuple[list[torch.Tensor], list[float]]:
     target, update = problem.targets[0], problem.update
     before = [target.weight, *target.states]
     h = update.scalars({**problem.hyper, "lr": CHECK_LR}, STEP, False)
