@@ -75,7 +75,7 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
                     f"param_step {update.name} {name}{label}",
                     param_step.param_step_kernel,
                     (weight, states, weight, row_map, row_sums, scale, scalars, keys, flag, n * k, k, 0, acc, 0),
-                    {**constants, "BLOCK": 1024},
+                    {**constants, "BLOCK": 1024, "PAIRED": True},
                 )
     floats = torch.empty(8, 64)
     longs, unfused = torch.empty(8, dtype=torch.int64), {"enable_fp_fusion": False}

@@ -8,8 +8,8 @@ import torch
 from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
 from fused_grad_optimizer.storage.rounding import (
     MULTIPLIERS,
-    hash_pairs,
     halves,
+    hash_pairs,
     pair_index,
     parameter_keys,
     round_stochastic_bf16,

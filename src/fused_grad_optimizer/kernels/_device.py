@@ -56,8 +56,8 @@ def store_nearest(pointers, mask, value, random16):
 def store_stochastic_bf16(pointers, mask, value, random16):
     """fp32 -> bf16, up with the probability of the discarded fraction; inf as it is, NaN as a NaN.
 
-    The upper half of the bits is stored as an int16, which needs no masking and no conversion. The sum may carry the NaN
-    that arithmetic makes (0x7FFFFFFF) over the sign bit: then it is less than the bits were.
+    The upper half of the bits is stored as an int16, which needs no masking and no conversion. The sum may carry the
+    NaN that arithmetic makes (0x7FFFFFFF) over the sign bit: then it is less than the bits were.
     """
     bits = value.to(tl.int32, bitcast=True)
     rounded = tl.maximum(bits + random16, bits) >> 16

@@ -59,12 +59,28 @@ class ChunkConfig:
     mib: int = 24
 
 
-_STATE_BYTES = 48 << 10  # of shared memory, beside operand stages and accumulator units
+_SHARED_MEMORY = 224 << 10  # of a Hopper SM, less some KiB for barriers
+_MOST_STATE_BYTES = 48 << 10
+_FEW_TOKENS, _SOME_TOKENS = 256, 512
 
 
 def hopper_config(element_bytes: int, tokens: int | None = None) -> HopperConfig:
-    """Configuration for a weight and states of `element_bytes` bytes a parameter (6 for AdamW all in bf16)."""
-    return HopperConfig(state_slots=max(1, min(4, _STATE_BYTES // (2 * 32 * 64 * element_bytes))))
+    """Configuration for a weight and states of `element_bytes` bytes a parameter (6 for AdamW all in bf16).
+
+    Shared memory goes to what bounds the launch, as measured on an H200: with few tokens the stream of states, with
+    many the operands; up to 512 a ring that holds all units of a tile lets the tensor cores run on into the next one.
+    One state slot instead of two costs 30%: the updater waits for every load.
+    """
+    base = HopperConfig(state_slots=1)
+    tokens = tokens or _FEW_TOKENS
+    block = 2 * base.state_rows * 64 * element_bytes  # of W and states, one for each updater
+    most = 4 if tokens <= _FEW_TOKENS else 2
+    state_slots = max(2, min(most, _MOST_STATE_BYTES // block))
+    wide = state_slots * block > _MOST_STATE_BYTES
+    slots = 4 if tokens <= _SOME_TOKENS and not wide else 3
+    left = _SHARED_MEMORY - state_slots * block - slots * (64 * 64 * 4)
+    stages = min(9, left // (base.block_t * (base.block_n + base.block_k) * 2))
+    return HopperConfig(state_slots=state_slots, slots=slots, stages=stages)
 
 
 def gemm_config(n: int, k: int, input_dtype: torch.dtype) -> GemmConfig:
@@ -80,8 +96,9 @@ CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
         {},
         {"group": 4},
         {"group": 16},
-        {"block_t": 64, "stages": 4},
-        {"block_t": 64, "stages": 4, "group": 16},
+        {"stages": 8, "slots": 3},
+        {"stages": 7, "slots": 4},
+        {"stages": 9, "slots": 2},
     ),
     PORTABLE: ({},),
     CHUNKED: ({}, {"mib": 16}, {"mib": 32}),

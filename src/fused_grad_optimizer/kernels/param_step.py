@@ -50,6 +50,7 @@ def param_step_kernel(
     STOCHASTIC: tl.constexpr,
     SCALARS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     if flag is not None:
         if tl.load(flag) != 0:
@@ -71,9 +72,8 @@ def param_step_kernel(
     if dense is not None:
         g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
     h = load_scalars(scalars, SCALARS)
-    step_tile(
-        weight, states, offsets, offsets.to(tl.int32), mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, BLOCK > 1
-    )
+    index = offsets.to(tl.int32)
+    step_tile(weight, states, offsets, index, mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)
 
 
 def launch(
@@ -116,6 +116,7 @@ def launch(
         STOCHASTIC=stochastic,
         SCALARS=scalars.numel(),
         BLOCK=block,
+        PAIRED=block > 1 and start % 2 == 0,
         num_warps=4,
         enable_fp_fusion=False,  # see wgrad_step
     )

@@ -43,7 +43,7 @@ def parameter_keys(keys: tuple[int, int], parameter: int) -> tuple[int, int]:
 
 
 def hash_pairs(pair, key0, key1):
-    """An int32 word for each pair of elements (int32 index of the pair). One code for torch tensors and Triton tiles."""
+    """An int32 word for each pair of elements, by its index. One code for int32 torch tensors and Triton tiles."""
     x = pair + key0
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 2146121005
