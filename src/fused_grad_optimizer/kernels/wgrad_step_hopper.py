@@ -14,14 +14,25 @@ Roles, which meet at mbarriers in shared memory:
 So the tensor cores work on the next tile while the memory system streams the states of this one. A state slot is free
 again as soon as its values are in registers: it does not wait for the stores.
 
-What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic rounding (us; a copy's floor is 166):
+What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic rounding (us; a copy's floor is 169):
 
     states by plain loads four blocks ahead, 4 or 8 or 16 update warps    393, 268, 289 (the L1 cache left beside the
                                                                           rings is too small for the bytes in flight)
     states by TMA, one updater of 8 or 16 warps                           242, 256
-    two updaters of 8 warps (out of step: one computes, one waits)        231, with BLOCK_T = 32: 226
-    two updaters of 4 warps, wgmma of 128 columns                         294 (220 without stochastic rounding)
-    four updaters of 4 warps                                              301 (222 without)
+    two updaters of 8 warps (out of step: one computes, one waits)        231, with BLOCK_T = 32: 226 .. 235
+    two of 4, three of 4, four of 4 warps, wgmma of 128 columns           236, 276, 301
+    one hash for two elements, a NaN check that fuses with the sum        219 (nearest rounding: 212)
+    and a ring for all four units of a tile                               212 .. 215
+    one state slot for each updater, blocks of 16 rows                    263, 338
+    dY of a row of tiles kept in shared memory                            359 (leaves one state slot)
+    192 x 128 tiles (17% less to read of the operands)                    230 .. 240
+    a second mma warpgroup                                                219
+    tiles left over in the last wave cut into units                       219 .. 221
+    without the fence before a state slot is freed (wrong)                no faster
+
+Nsight Compute, T = 512: L2 78% of its peak, DRAM 69%, shared memory 68%, issue slots 56%, ALU pipe 35%; SMs are active 94%
+of the time (27.15 tiles each, so 28 rounds), at 1.64 GHz: the card is at its power limit, and a kernel that follows
+others takes up to 5% longer than a first one. No single pipe bounds it. At T = 128 (200 us) it is the stream of states.
 
 Traps: a slot must have been filled in the round before the one waited for (the parity wait passes early otherwise), so
 there are at least as many ring slots as updaters; reads of a state slot must be fenced before TMA may overwrite it.
@@ -49,6 +60,13 @@ from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 UNIT = gl.constexpr(64)  # rows and columns of the accumulator handed over at a time: 128 bytes of a bf16 row
 UPDATERS = gl.constexpr(2)
+# Where row r, column c of a unit is, by bits of the address: the 16-byte pieces of a row change places, so that stores
+# from wgmma's layout (8 bytes of four neighbouring rows) and loads of 32 bytes a thread meet on no bank.
+UNIT_LAYOUT = gl.constexpr(
+    gl.SharedLinearLayout(
+        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [4, 0], [8, 0], [16, 0], [32, 0]]
+    )
+)
 MOST_PAIRS = 4  # (dY, X)
 MOST_STATES = 3
 
@@ -307,8 +325,7 @@ def wgrad_step_hopper_kernel(
     operands_dy = gl.allocate_shared_memory(dy0.dtype, [STAGES, BLOCK_T, BLOCK_N], dy0.layout)
     operands_x = gl.allocate_shared_memory(x0.dtype, [STAGES, BLOCK_T, BLOCK_K], x0.layout)
     stages = (operands_dy, operands_x, _barriers(STAGES), _barriers(STAGES))
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT, UNIT], swizzled)
+    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT, UNIT], UNIT_LAYOUT)
     ring = (units, _barriers(SLOTS), _barriers(SLOTS))
     sources = (w, s0, s1, s2)
     slots = _state_ring(sources, len(targets) if RULE is not None else 0, UPDATERS * STATE_SLOTS, STATE_ROWS)
