@@ -34,7 +34,8 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_kernels_in_the_interpreter():
-    result = _run("-m", "pytest", "tests/kernels/test_steps.py", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    files = ("tests/kernels/test_steps.py", "tests/kernels/test_multi_step.py")
+    result = _run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout
 

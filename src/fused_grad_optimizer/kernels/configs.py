@@ -65,3 +65,5 @@ def gemm_config(n: int, k: int, input_dtype: torch.dtype) -> GemmConfig:
 
 PARAM_BLOCK = 1024
 ROW_BLOCK = 1024
+MULTI_BLOCK = 1024
+CHECK_BLOCK = 2048
