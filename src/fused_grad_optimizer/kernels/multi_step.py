@@ -84,7 +84,7 @@ def multi_step_kernel(
         pointer = tl.load(row + 4 + i).to(states[i].dtype)
         if ALIGNED:
             pointer = tl.multiple_of(pointer, 16)
-        kept = kept + (pointer,)
+        kept = kept + (pointer,)  # type: ignore[assignment]
     offsets = start + tl.arange(0, BLOCK)
     mask = offsets < count
     g = tl.zeros((BLOCK,), dtype=tl.float32)  # as in param_step: 0 + -0 is 0
