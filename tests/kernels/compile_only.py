@@ -14,8 +14,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_grad_optimizer.kernels import finite, multi_step, param_step, wgrad_step
-from fused_grad_optimizer.kernels.configs import gemm_config
+from fused_grad_optimizer.kernels import finite, multi_step, param_step, stream_step, wgrad_step
+from fused_grad_optimizer.kernels.configs import STREAM_CONFIGS, gemm_config
 from fused_grad_optimizer.ops import _stores
 from fused_grad_optimizer.rules import UPDATES
 
@@ -76,6 +76,16 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
                 (weight, states, weight, row_map, row_sums, scale, scalars, keys, flag, n * k, k, 0),
                 {**constants, "BLOCK": 1024},
             )
+            for choice, stream in STREAM_CONFIGS.items():
+                yield (
+                    f"stream_step {update.name} {name} {choice}",
+                    stream_step.stream_step_kernel,
+                    (weight, states, weight, scalars, keys, flag, 0, n * k, 0),
+                    {
+                        **constants, "BLOCK": stream.block, "EVEN": choice != "wide", "STAGES": stream.stages,
+                        "POLICY": stream.eviction, "num_warps": stream.num_warps,
+                    },
+                )  # fmt: skip
             addresses = torch.empty(3, 4 + len(states), dtype=torch.int64)
             for label, aligned in (("aligned", True), ("odd", False)):
                 yield (

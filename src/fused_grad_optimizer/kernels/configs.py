@@ -63,6 +63,41 @@ def gemm_config(n: int, k: int, input_dtype: torch.dtype) -> GemmConfig:
     return GemmConfig(64, 64, 64, 8, 4, 3)
 
 
+@dataclass(frozen=True)
+class StreamConfig:
+    """Of `stream_step`: `block` elements at a time by `num_warps` warps, 8 or 16 a thread for loads of 16 bytes.
+
+    Attributes:
+        stages: 0: one block a program. 1: each program loops over many blocks. 2 or more: that loop loads blocks ahead
+            of time, asynchronously, into `stages - 1` buffers in shared memory.
+        programs: with `stages`, programs for each multiprocessor.
+        eviction: policy of the loads in L2, "" or "evict_first" (nothing is read twice); without `stages`.
+    """
+
+    block: int
+    num_warps: int
+    stages: int = 0
+    programs: int = 0
+    eviction: str = ""
+
+
+# `programs`: as many as fit with the registers of AdamW in bf16 on sm_90 (71, and 16 KB of buffers).
+STREAM_CONFIGS = {
+    "single": StreamConfig(1024, 4),
+    "wide": StreamConfig(2048, 4),
+    "evict": StreamConfig(2048, 8, eviction="evict_first"),
+    "pipelined": StreamConfig(1024, 4, stages=3, programs=7),
+}
+
+
+def stream_config(count: int) -> StreamConfig | None:
+    """Which configuration of `stream_step` takes a weight of `count` elements; None: `param_step` does."""
+    return None if LARGE_CONFIG is None or count < LARGE_COUNT else STREAM_CONFIGS[LARGE_CONFIG]
+
+
+LARGE_CONFIG: str | None = None
+LARGE_COUNT = 1 << 22
+
 PARAM_BLOCK = 1024
 ROW_BLOCK = 1024
 MULTI_BLOCK = 1024

@@ -12,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_grad_optimizer.kernels import stream_step
 from fused_grad_optimizer.kernels._device import load_scalars, step_tile
-from fused_grad_optimizer.kernels.configs import PARAM_BLOCK, ROW_BLOCK
+from fused_grad_optimizer.kernels.configs import PARAM_BLOCK, ROW_BLOCK, StreamConfig, stream_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 
@@ -78,9 +79,20 @@ def launch(
     update,
     stores: tuple,
     stochastic: bool,
+    config: StreamConfig | None = None,
 ) -> None:
-    """Launch over all elements of `target` (contiguous). `gradient` holds no (dY, X) pairs; dense is contiguous."""
+    """Launch over all elements of `target` (contiguous). `gradient` holds no (dY, X) pairs; dense is contiguous.
+
+    A gradient that is one tensor goes to `stream_step` with `config`, or with that of `stream_config`, if there is one.
+    """
     count = target.weight.numel()
+    config = config or stream_config(count)
+    if config is not None and gradient.dense is not None and gradient.row_map is None and gradient.scale is None:
+        stream_step.launch(
+            target, gradient.dense, config, scalars=scalars, keys=keys, flag=flag, update=update, stores=stores,
+            stochastic=stochastic,
+        )  # fmt: skip
+        return
     block = min(PARAM_BLOCK, triton.next_power_of_2(count))
     param_step_kernel[(triton.cdiv(count, block),)](
         target.weight,
