@@ -42,6 +42,9 @@ class Entry(NamedTuple):
     stream: torch.cuda.Stream | None = None
 
 
+_Ready = tuple[Entry, dict[str, Any], int]  # with the parameter's state and index
+
+
 def pays(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether launches on this device cost so much that small parameters are stepped together."""
     return device.type == "cuda" and triton_reason(device, dtype) is None
@@ -61,31 +64,31 @@ def step_together(
     optimizer: FusedOptimizer, entries: Iterable[Entry], moved: Callable[[Entry], None] | None = None
 ) -> None:
     """One update of each parameter, as `FusedOptimizer._update` makes it; `moved` is called for each that is done."""
-    alike: dict[Any, list[Entry]] = {}
+    alike: dict[Any, list[_Ready]] = {}
     for entry in entries:
         parameter, group, grad = entry[:3]
         record = optimizer._records[parameter]
         optimizer._say_once_if_dense(parameter, record, grad)
-        if parameter.device.type == "cpu" and not _finite_on_host(optimizer, record.index, grad):
+        device = parameter.device
+        if device.type == "cpu" and not _finite_on_host(optimizer, record.index, grad):
             if moved is not None:
                 moved(entry)  # skipped, which counts as done
             continue
-        update = optimizer.rule.select(group)
-        state, fresh = optimizer._state_of(parameter, update)
-        key = (id(group), state["step"] + 1, fresh, parameter.dtype, grad.dtype, parameter.device)
-        alike.setdefault(key, []).append(entry)
-    launches: dict[Any, list[tuple[Any, list[Entry]]]] = {}
+        state, fresh = optimizer._state_of(parameter, optimizer.rule.select(group))
+        key = (id(group), state["step"] + 1, fresh, parameter.dtype, grad.dtype, device)
+        alike.setdefault(key, []).append((entry, state, record.index))
+    launches: dict[Any, list[tuple[Any, list[_Ready]]]] = {}
     for key, bucket in alike.items():
         _, number, fresh, *places = key
-        group = bucket[0].group
+        group = bucket[0][0].group
         update = optimizer.rule.select(group)
         values = update.scalars(group, number, fresh)
         launches.setdefault((update.name, values, group["seed"], number, *places), []).append((key, bucket))
     for buckets in launches.values():
         _launch(optimizer, buckets)
         for _, bucket in buckets:
-            for entry in bucket:
-                optimizer.state[entry.parameter]["step"] += 1
+            for entry, state, _ in bucket:
+                state["step"] += 1
                 if moved is not None:
                     moved(entry)
 
@@ -99,22 +102,21 @@ def _finite_on_host(optimizer: FusedOptimizer, index: int, grad: torch.Tensor) -
     return True
 
 
-def _launch(optimizer: FusedOptimizer, buckets: list[tuple[Any, list[Entry]]]) -> None:
+def _launch(optimizer: FusedOptimizer, buckets: list[tuple[Any, list[_Ready]]]) -> None:
     """Step parameters with the same update, scalar values, dtypes and device; all or none of them."""
-    (_, number, fresh, dtype, _, device), first = buckets[0][0], buckets[0][1][0]
+    (_, number, fresh, dtype, _, device), (first, *_) = buckets[0][0], buckets[0][1][0]
     update = optimizer.rule.select(first.group)
     weights: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
     grads: list[torch.Tensor] = []
     indices: list[int] = []
     for _, bucket in buckets:
-        own = [entry.grad if entry.grad.is_contiguous() else entry.grad.contiguous() for entry in bucket]
-        grads += torch._foreach_neg(own) if bucket[0].group["maximize"] else own
-        for entry in bucket:
-            state = optimizer.state[entry.parameter]
+        own = [entry.grad.contiguous() for entry, _, _ in bucket]
+        grads += torch._foreach_neg(own) if bucket[0][0].group["maximize"] else own
+        for entry, state, index in bucket:
             weights.append(entry.parameter)
             states += [state[name] for name in update.states]
-            indices.append(optimizer._records[entry.parameter].index)
+            indices.append(index)
     scalars = optimizer._scalars_of(first.group, update, number, fresh, first.parameter)
     kept = state_storage(dtype, optimizer.state_mode).name
     storages = [weight_storage(dtype, optimizer.weight_mode).name] + [kept] * len(update.states)

@@ -103,7 +103,7 @@ def stream_step_kernel(
         mask = _inside(inside, count, base, EVEN)
         g, values = _load(weight, states, dense, base, inside, mask, POLICY)
         if flag is not None:
-            mask = (mask & (tl.load(flag) == 0)).to(tl.int1)  # a branch would make the loads wait for the flag
+            mask = tl.where(mask, tl.load(flag), 1) == 0  # a branch would make the loads wait for the flag
         h = load_scalars(scalars, SCALARS)
         key0, key1 = parameter_keys(keys, parameter)
         key0 += start.to(tl.int32)  # random_words adds it to the index
