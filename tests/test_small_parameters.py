@@ -462,6 +462,26 @@ def test_a_full_queue_is_stepped_early(monkeypatch):
     assert_both_ways(monkeypatch, lambda: trained(lambda m: forge.fuse(m, lr=LR)))
 
 
+def test_how_much_waits(gathered, monkeypatch):
+    monkeypatch.setattr(_small, "WAITING", 20)
+    model = model_of()
+    optimizer = forge.fuse(model, lr=LR)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert sum(gathered.sizes) == len(DENSE) and len(gathered.sizes) > 2  # 12 elements are the largest
+
+
+def test_two_updates_in_one_backward(gathered):
+    """A later hook takes away the mark of the first, which lets a nested backward give the norm a second gradient."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6))
+    optimizer = forge.fuse(model, lr=LR)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    x = model[0](data(0, 4, 6))
+    (model[1](checkpoint(model[1], x, use_reentrant=True)) * data(1, 6)).sum().backward()
+    assert [optimizer.state[p]["step"] for p in model.parameters()] == [1, 1, 2, 2]
+
+
 def test_sizes(gathered, monkeypatch):
     monkeypatch.setattr(_small, "SMALL", 10)
     model = model_of()
