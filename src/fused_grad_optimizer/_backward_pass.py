@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -80,6 +80,16 @@ class _Watch:
         self.outermost = outermost
 
 
+class Queue(Protocol):
+    """Updates that wait for the end of a backward."""
+
+    def flush(self) -> None:
+        """Make them."""
+
+    def drop(self, task: int | None = None) -> None:
+        """Forget those of the backward with this number, or all."""
+
+
 # Stands for the number of an outermost backward of which so far only nested ones have been seen.
 _UNKNOWN = -1
 
@@ -102,10 +112,14 @@ class BackwardPass:
     def __init__(self, closed_message: str | None = None) -> None:
         self.closed_message = closed_message
         self.armed = closed_message is None
+        self._queues: list[Queue] = []
         self.end()
 
     def end(self) -> None:
         """Forget everything: the next backward is the first one."""
+        for queue in self._queues:
+            queue.drop()
+        self._queues.clear()
         self.moved: list[str] = []
         self._task = -1  # of the last update
         self._forget_tasks()
@@ -119,6 +133,22 @@ class BackwardPass:
     def failed(self) -> bool:
         """Whether a backward moved something and did not reach its end."""
         return bool(self._open) and bool(self.moved)
+
+    def defer(self, queue: Queue) -> None:
+        """Flush `queue` at the end of the running backward; `enter` was called before. Drop it if that fails."""
+        if queue not in self._queues:
+            self._queues.append(queue)
+
+    def settle(self) -> None:
+        """Make what waits in a running backward. What an exception has left behind is dropped.
+
+        A backward that has ended well has left nothing.
+        """
+        for queue in self._queues:
+            if torch._C._current_graph_task_id() >= 0:
+                queue.flush()
+            else:
+                queue.drop()
 
     def enter(self) -> None:
         """Called before each update.
@@ -185,10 +215,16 @@ class BackwardPass:
 
     def _watch(self, task: int, outermost: bool) -> None:
         watch = _Watch(outermost)
-        self._open[task] = weakref.ref(watch)
+        self._open[task] = weakref.ref(watch, partial(self._abandon, task))
         _at_end(partial(self._close, task, watch))
 
+    def _abandon(self, task: int, _: weakref.ref[_Watch]) -> None:
+        for queue in self._queues:
+            queue.drop(task)
+
     def _close(self, task: int, watch: _Watch) -> None:
+        for queue in self._queues:
+            queue.flush()  # an exception here leaves the backward open: it has failed
         if task in self._open and self._open[task]() is watch:
             del self._open[task]
             if watch.outermost:

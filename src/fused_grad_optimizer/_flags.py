@@ -29,13 +29,17 @@ class SkipFlags:
 
     def of(self, index: int, device: torch.device) -> torch.Tensor:
         """The flag (int32, one element, 0 at the start of a pass) of a parameter."""
+        return self.all(index, device)[index]
+
+    def all(self, largest: int, device: torch.device) -> torch.Tensor:
+        """The flags of all parameters on a device, by index, at least up to index `largest`."""
         flags = self._flags.get(device)
-        if flags is None or flags.numel() <= index:
-            grown = torch.zeros(max(64, 2 * (index + 1)), dtype=torch.int32, device=device)
+        if flags is None or flags.numel() <= largest:
+            grown = torch.zeros(max(64, 2 * (largest + 1)), dtype=torch.int32, device=device)
             if flags is not None:
                 grown[: flags.numel()] = flags
             self._flags[device] = flags = grown
-        return flags[index]
+        return flags
 
     def skipped_on_host(self, index: int) -> None:
         self._host.add(index)

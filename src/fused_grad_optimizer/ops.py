@@ -2,6 +2,7 @@
 
     forge::wgrad_step   weight and states, from factors (dY, X): the fused step
     forge::param_step   weight and states, from a gradient that is a tensor or embedding rows
+    forge::multi_step   many small weights and their states, from gradients that are tensors, after a finite check
     forge::wgrad        rows of the gradient in fp32 (norms, `to_dense`, the unfused reference)
     forge::sum_rows     embedding gradients summed by row
     forge::check_finite NaN/inf in a gradient's operands
@@ -29,6 +30,10 @@ _GRADIENT = "Tensor[] dys, Tensor[] xs, Tensor? row_map, Tensor? row_sums, Tenso
 _STEP = "Tensor scalars, Tensor keys, Tensor? flag, str update, str[] storages, int parameter"
 _LIBRARY.define(f"wgrad_step(Tensor(a!) weight, Tensor(b!)[] states, {_GRADIENT}, {_STEP}) -> ()")
 _LIBRARY.define(f"param_step(Tensor(a!) weight, Tensor(b!)[] states, {_GRADIENT}, {_STEP}) -> ()")
+_LIBRARY.define(
+    "multi_step(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor[] gradients, Tensor scalars, Tensor keys, "
+    "Tensor(c!)? flags, str update, str[] storages, int[] parameters) -> ()"
+)
 _LIBRARY.define(f"wgrad({_GRADIENT}, int rows, int columns, int start, int end, ScalarType dtype) -> Tensor")
 _LIBRARY.define("sum_rows(Tensor ids, Tensor dy, int num_rows, ScalarType dtype) -> (Tensor, Tensor)")
 _LIBRARY.define("check_finite(Tensor[] tensors, Tensor(a!) flag) -> ()")
@@ -116,6 +121,42 @@ def _step(
     torch.autograd.graph.increment_version([weight, *states])
 
 
+def _multi_step(weights, states, gradients, scalars, keys, flags, update, storages, parameters) -> None:
+    """`param_step` for each of `weights`; `states`: all of the first weight's, then the second's, ...
+
+    With `flags` (int32, by parameter index) gradients are checked first; those not finite set theirs and move nothing.
+    """
+    device = weights[0].device
+    if triton_reason(device, weights[0].dtype) is None:
+        from fused_grad_optimizer.kernels import multi_step
+
+        stores, stochastic = _stores(storages)
+        with on_device(device):
+            multi_step.launch(
+                weights, states, gradients, parameters, scalars=scalars, keys=keys, flags=flags,
+                update=UPDATES[update], stores=stores, stochastic=stochastic,
+            )  # fmt: skip
+        torch.autograd.graph.increment_version([*weights, *states])
+        return
+    each = len(states) // len(weights)
+    for i, (weight, gradient, parameter) in enumerate(zip(weights, gradients, parameters)):
+        if flags is not None:
+            _check_finite([gradient], flags[parameter])
+            if int(flags[parameter]) != 0:
+                continue
+        matrices = [_as_matrix(t) for t in (weight, gradient, *states[i * each : (i + 1) * each])]
+        _step(
+            matrices[0], matrices[2:], [], [], None, None, None, matrices[1], scalars, keys, None, update, storages,
+            parameter,
+        )  # fmt: skip
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, not empty, as its rows."""
+    tensor = tensor.detach()
+    return tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+
+
 def _gemm_kernel(
     gradient: Gradient, n: int, k: int, targets: list[torch.Tensor], **options
 ) -> tuple[Callable, dict[str, Any]]:
@@ -179,6 +220,7 @@ def _check_finite(tensors, flag) -> None:
 for _name, _function in {
     "wgrad_step": _step,
     "param_step": _step,
+    "multi_step": _multi_step,
     "wgrad": _wgrad,
     "sum_rows": _sum_rows,
     "check_finite": _check_finite,
@@ -188,6 +230,7 @@ for _name, _function in {
 
 @library.register_fake("forge::wgrad_step", lib=_LIBRARY)
 @library.register_fake("forge::param_step", lib=_LIBRARY)
+@library.register_fake("forge::multi_step", lib=_LIBRARY)
 def _step_fake(*args) -> None:
     return None
 

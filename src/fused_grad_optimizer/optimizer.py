@@ -25,6 +25,7 @@ from fused_grad_optimizer._parameters import (
     storage_order,
     warn_about_rounding,
 )
+from fused_grad_optimizer._small import Entry, SmallQueue, is_small, step_together
 from fused_grad_optimizer._strangers import Strangers
 from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
 from fused_grad_optimizer.kernels import Target, triton_reason
@@ -98,6 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._pass = BackwardPass()  # a manager puts one for all its optimizers here
         self._began = False
         self._flags = SkipFlags()
+        self._queue = SmallQueue(self)
         self._strangers = Strangers()
         try:
             super().__init__(params, defaults)
@@ -147,6 +149,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def release(self) -> None:
         """Remove all hooks and give the parameters back: another optimizer can take them."""
         _remove_all(self._hooks)
+        self._queue.drop()
         for parameter, record in self._records.items():
             record.hook = None
             if isinstance(parameter.grad, AppliedGrad):
@@ -279,6 +282,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._pass.settle()
         if self._pass.failed:
             message = self._pass.failure()
             self._finish()
@@ -294,11 +298,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._begin()
         else:
             self._strangers.warn(self._records)
+        small = []
         for parameter, group, grad in todo:
             self._hook(parameter)
-            self._update(parameter, group, grad)
+            if is_small(parameter, grad):
+                small.append(Entry(parameter, group, grad))
+            else:
+                self._update(parameter, group, grad)
             if self.when == "backward":
                 parameter.grad = None
+        step_together(self, small)
         self._finish()
         if self._flags.known:
             self._apply_skips()
@@ -317,6 +326,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: with `when="backward"`, gradients were applied since the last `step()` and cannot be dropped.
         """
+        self._pass.settle()
         if self._pass.moved:
             failed, message = self._pass.failed, self._pass.failure()
             moved = ", ".join(self._pass.moved[:20])
@@ -334,6 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: `step`, the rule's states, the parameter groups. torch.optim.AdamW loads it."""
+        self._pass.settle()
         self._apply_skips()
         result = super().state_dict()
         result["state"] = _state_io.export_state(result["state"])
@@ -371,9 +382,12 @@ def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch
         return
     record = optimizer._records[parameter]
     check_gradient(grad, record.name)
-    optimizer._pass.moved.append(record.name)
     parameter.grad = None
-    optimizer._update(parameter, group, grad)
+    if is_small(parameter, grad):
+        optimizer._queue.add(parameter, group, grad)
+    else:
+        optimizer._pass.moved.append(record.name)
+        optimizer._update(parameter, group, grad)
     applied = record.applied
     if applied is None or applied.dtype != parameter.dtype or applied.device != parameter.device:
         applied = record.applied = AppliedGrad(parameter, record.name)

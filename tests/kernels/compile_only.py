@@ -14,7 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_grad_optimizer.kernels import finite, param_step, wgrad_step
+from fused_grad_optimizer.kernels import finite, multi_step, param_step, wgrad_step
 from fused_grad_optimizer.kernels.configs import gemm_config
 from fused_grad_optimizer.ops import _stores
 from fused_grad_optimizer.rules import UPDATES
@@ -77,9 +77,23 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
                     (weight, states, weight, row_map, row_sums, scale, scalars, keys, flag, n * k, k, 0, acc, 0),
                     {**constants, "BLOCK": 1024, "PAIRED": True},
                 )
+            addresses = torch.empty(3, 4 + len(states), dtype=torch.int64)
+            for label, aligned in (("aligned", True), ("odd", False)):
+                yield (
+                    f"multi_step {update.name} {name} {label}",
+                    multi_step.multi_step_kernel,
+                    (addresses, weight, states, weight, scalars, keys, flag),
+                    {**constants, "COLUMNS": addresses.shape[1], "ALIGNED": aligned, "BLOCK": 1024, "PAIRED": True},
+                )
     floats = torch.empty(8, 64)
     longs, unfused = torch.empty(8, dtype=torch.int64), {"enable_fp_fusion": False}
     yield "sum_rows", param_step.sum_rows_kernel, (longs, floats, 64, longs, floats, 64), {"BLOCK": 64, **unfused}
+    yield (
+        "multi_nonfinite",
+        multi_step.multi_nonfinite_kernel,
+        (longs, floats, torch.zeros(1, dtype=torch.int32)),
+        {"COLUMNS": 6, "ALIGNED": True, "BLOCK": 2048, **unfused},
+    )
     yield "nonfinite", finite.nonfinite_kernel, (floats, flag, 8, 64, 64), {"BLOCK": 4096, **unfused}
 
 

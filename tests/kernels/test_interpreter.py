@@ -34,7 +34,7 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_kernels_in_the_interpreter():
-    files = ("tests/kernels/test_steps.py", "tests/kernels/test_chunked.py")
+    files = [f"tests/kernels/test_{name}.py" for name in ("steps", "chunked", "multi_step")]
     result = _run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout

@@ -134,3 +134,5 @@ def chunk_rows(n: int, k: int, multiprocessors: int, config: ChunkConfig) -> int
 
 PARAM_BLOCK = 1024
 ROW_BLOCK = 1024
+MULTI_BLOCK = 1024
+CHECK_BLOCK = 2048

@@ -30,8 +30,8 @@ What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic 
     tiles left over in the last wave cut into units                       219 .. 221
     without the fence before a state slot is freed (wrong)                no faster
 
-Nsight Compute, T = 512: L2 78% of its peak, DRAM 69%, shared memory 68%, issue slots 56%, ALU pipe 35%; SMs are active 94%
-of the time (27.15 tiles each, so 28 rounds), at 1.64 GHz: the card is at its power limit, and a kernel that follows
+Nsight Compute, T = 512: L2 78% of its peak, DRAM 69%, shared memory 68%, issue slots 56%, ALU pipe 35%; SMs are active
+94% of the time (27.15 tiles each, so 28 rounds), at 1.64 GHz: the card is at its power limit, and a kernel that follows
 others takes up to 5% longer than a first one. No single pipe bounds it. At T = 128 (200 us) it is the stream of states.
 
 Traps: a slot must have been filled in the round before the one waited for (the parity wait passes early otherwise), so
