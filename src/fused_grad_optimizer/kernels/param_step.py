@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_grad_optimizer.kernels import launcher
 from fused_grad_optimizer.kernels._device import load_scalars, step_tile
 from fused_grad_optimizer.kernels.configs import PARAM_BLOCK, ROW_BLOCK
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -82,7 +83,7 @@ def launch(
     """Launch over all elements of `target` (contiguous). `gradient` holds no (dY, X) pairs; dense is contiguous."""
     count = target.weight.numel()
     block = min(PARAM_BLOCK, triton.next_power_of_2(count))
-    param_step_kernel[(triton.cdiv(count, block),)](
+    positional = (
         target.weight,
         tuple(target.states),
         gradient.dense,
@@ -95,14 +96,17 @@ def launch(
         count,
         gradient.row_sums.shape[1] if gradient.row_sums is not None else 1,
         target.parameter,
-        RULE=update.kernel,
-        STORES=stores,
-        STOCHASTIC=stochastic,
-        SCALARS=scalars.numel(),
-        BLOCK=block,
-        num_warps=4,
-        enable_fp_fusion=False,  # see wgrad_step
     )
+    constants = {
+        "RULE": update.kernel,
+        "STORES": stores,
+        "STOCHASTIC": stochastic,
+        "SCALARS": scalars.numel(),
+        "BLOCK": block,
+        "num_warps": 4,
+        "enable_fp_fusion": False,  # see wgrad_step
+    }
+    launcher.launch(param_step_kernel, (triton.cdiv(count, block),), positional, constants)
 
 
 @triton.jit
@@ -136,7 +140,10 @@ def sum_rows(ids: torch.Tensor, dy: torch.Tensor, num_rows: int) -> tuple[torch.
     row_sums = torch.empty(slots, k, dtype=torch.float32, device=ids.device)
     if slots and k:
         block = min(ROW_BLOCK, triton.next_power_of_2(k))
-        sum_rows_kernel[(slots, triton.cdiv(k, block))](
-            order, dy, dy.stride(0), starts, row_sums, k, BLOCK=block, enable_fp_fusion=False
+        launcher.launch(
+            sum_rows_kernel,
+            (slots, triton.cdiv(k, block)),
+            (order, dy, dy.stride(0), starts, row_sums, k),
+            {"BLOCK": block, "enable_fp_fusion": False},
         )
     return row_map, row_sums
