@@ -1,7 +1,7 @@
 """Stepping a weight again as it was stepped before: what stays the same from step to step is worked out once.
 
-A plan is for a weight on a GPU whose gradient is one (dY, X) pair. It holds no memory alive: neither the weight's nor
-that of a state that was replaced.
+A plan is for a weight on a GPU whose gradient is nothing but (dY, X) pairs. It keeps no memory alive: neither the
+weight's nor that of a state that was replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Plan:
     Attributes:
         update: what the rule selected.
         dtype, shape: of the weight; `storages` as in `Target`; `states` weakly.
-        bound: by layout of the pair the launches, or how often they could not be bound. They are bound when a layout
+        bound: by layout of the pairs the launches, or how often they could not be bound. They are bound when a layout
             is seen for the second time: lengths that are seen once are not worth it.
         flag: of `SkipFlags`, of its `generation`.
     """
@@ -52,8 +52,10 @@ class Plan:
         """Whether this is the weight and these are the states of the plan; addresses are compared at the launch."""
         if update is not self.update or parameter.dtype is not self.dtype or parameter.shape != self.shape:
             return False
-        same = [kept() is s for kept, s in zip(self.states, states)]
-        return all(same) and parameter.is_contiguous()
+        for kept, state in zip(self.states, states):
+            if kept() is not state:
+                return False
+        return parameter.is_contiguous()
 
     def launches(self, key: tuple) -> Any:
         """The launches bound for this layout, or how often that failed; None when it is seen for the first time."""
@@ -73,58 +75,63 @@ def make(parameter: torch.Tensor, target: Target, update: Update, states: list[t
     return Plan(parameter, target, update, states)
 
 
-def _only_pair(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-    """`(dY, X, scale)` of a gradient that is nothing else, with factors as backward left them; None otherwise."""
-    if type(grad) is not FactoredGrad or len(grad.pairs) != 1 or grad.rows or grad.dense is not None:
+def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
+    """The tensors of a gradient of (dY, X) pairs only, `[dY, X, ..., scale if any]`, and their layout, for a key.
+
+    None if it has other parts, or a factor that is not as backward left it.
+    """
+    if grad.rows or grad.dense is not None or not grad.pairs:
         return None
-    scale = grad._scale
-    if not isinstance(scale, torch.Tensor):
-        if scale != 1.0:
+    tensors = [t for pair in grad.pairs for t in pair] if len(grad.pairs) > 1 else [*grad.pairs[0]]
+    layout: list[Any] = [tensors[0].dtype]
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.dtype is not layout[0]:
             return None
-        scale = None
-    elif type(scale) is not torch.Tensor:
-        return None
-    (dy, x) = grad.pairs[0]
-    if type(dy) is not torch.Tensor or type(x) is not torch.Tensor or dy.dtype is not x.dtype:
-        return None
+        layout += (tensor.shape, tensor.stride())
     for tensor, version in grad._versions:
         if tensor._version != version:
             return None
-    return dy, x, scale
+    scale = grad._scale
+    if type(scale) is torch.Tensor:
+        tensors.append(scale)
+        layout.append(scale.dtype)
+    elif scale != 1.0:
+        return None
+    return tensors, tuple(layout)
 
 
 def update(
-    optimizer: FusedOptimizer, parameter: torch.Tensor, record: ParameterRecord, group: dict[str, Any], grad: torch.Tensor
+    optimizer: FusedOptimizer,
+    parameter: torch.Tensor,
+    record: ParameterRecord,
+    group: dict[str, Any],
+    grad: torch.Tensor,
 ) -> bool:
     """Step the parameter by its plan. False: nothing was done, the general way is to be taken."""
-    plan: Plan = record.plan
-    operands = _only_pair(grad)
-    if operands is None or group["maximize"] or ops.observed():
+    if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
         return False
+    plan: Plan = record.plan
+    operands = _operands(grad)
     state, selected = optimizer.state[parameter], optimizer.rule.select(group)
-    states = [state.get(name) for name in selected.states]
-    if not plan.fits(parameter, selected, states):
+    states = list(map(state.get, selected.states))
+    if operands is None or not plan.fits(parameter, selected, states):
         record.plan = None
         return False
-    dy, x, scale = operands
-    kind = None if scale is None else scale.dtype
-    key = (dy.shape, x.shape, dy.stride(), x.stride(), dy.dtype, kind)
-    bound, count = plan.launches(key), state["step"]
-    if bound is None or bound is _MOST_FAILURES or type(count) is not int or count < 1:
+    tensors, layout = operands
+    bound, count = plan.launches(layout), state["step"]
+    if bound is None or type(count) is not int or count < 1:
         return False
     if plan.generation != optimizer._flags.generation:
         plan.flag = optimizer._flags.of(record.index, parameter.device)
         plan.generation = optimizer._flags.generation
-    flag = plan.flag
-    assert flag is not None
     scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
+    moving = (*tensors, plan.flag, scalars.values, scalars.keys)
     if type(bound) is int:
-        target = Target(parameter.detach(), states, plan.storages, record.index)
-        made = ops.bind_step(target, grad.gradient(), selected, scalars, flag)  # type: ignore[attr-defined]
-        plan.bound[key] = bound = bound + 1 if made is None else made
-        if made is None:
+        bound = _bind(
+            plan, layout, bound, Target(parameter.detach(), states, plan.storages, record.index), grad, moving
+        )
+        if bound is None:
             return False
-    moving = (dy, x, flag, scalars.values, scalars.keys, *(() if scale is None else (scale,)))
     fixed = (parameter, *states)
     if not bound.run(moving, fixed):
         record.plan = None
@@ -134,8 +141,18 @@ def update(
     return True
 
 
+def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:
+    """Bind the launches, unless that failed too often; None if it cannot be done."""
+    if failures >= _MOST_FAILURES:
+        return None
+    *_, flag, values, keys = moving
+    made = ops.bind_step(target, grad.gradient(), plan.update, ops.StepScalars(values, keys), flag)
+    plan.bound[layout] = failures + 1 if made is None else made
+    return made
+
+
 def forget_if_changed(records: Iterable[ParameterRecord], settings: Any) -> Any:
-    """Drop all plans if the settings of the process that choose kernels are not `settings`; returns the present ones."""
+    """Drop all plans if the process's settings that choose kernels are not `settings`; returns the present ones."""
     present = (os.environ.get("FORGE_KERNEL"), torch.backends.cuda.matmul.allow_tf32)
     if present != settings:
         for record in records:

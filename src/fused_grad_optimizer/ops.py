@@ -214,7 +214,7 @@ _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
 
 
 def observed() -> bool:
-    """Whether operators must be called as such: a mode, a transform, torch.compile or the profiler wants to see them."""
+    """Whether operators must be called as such: a mode, a transform, torch.compile or the profiler is to see them."""
     return (
         torch._C._len_torch_dispatch_stack() != 0
         or torch._C._autograd._profiler_enabled()
@@ -226,16 +226,15 @@ def observed() -> bool:
 
 def _callable_directly(*tensors: torch.Tensor | None) -> bool:
     """Whether an operator on these may be called as the function it is, which saves about 10 us."""
-    return all([t is None or type(t) in _PLAIN for t in tensors]) and not observed()
+    return all(t is None or type(t) in _PLAIN for t in tensors) and not observed()
 
 
 def step(target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor | None) -> None:
     """Update `target` from `gradient` by the kernel that fits: `wgrad_step` with (dY, X) pairs, else `param_step`."""
     tensors = (target.weight, *target.states, *gradient.dys, *gradient.xs, gradient.row_sums, gradient.dense)
     operator = torch.ops.forge.wgrad_step if gradient.dys else torch.ops.forge.param_step
-    if _callable_directly(*tensors):
-        operator = _step
-    operator(
+    function: Callable = _step if _callable_directly(*tensors) else operator
+    function(
         target.weight, target.states, gradient.dys, gradient.xs, gradient.row_map, gradient.row_sums,
         gradient.scale, gradient.dense, scalars.values, scalars.keys, flag, update.name, target.storages,
         target.parameter,
@@ -248,17 +247,19 @@ def check_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
 
 
 def bind_step(target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor) -> Any:
-    """`check_finite` and `step` of a gradient that is one (dY, X) pair, as launches that are made again cheaply.
+    """`check_finite` and `step` of a gradient of (dY, X) pairs only, as launches that are made again cheaply.
 
     Returns:
-        A `kernels.bound.BoundStep` of the moving tensors dY, X, flag, the scalars and keys, and the scale if there is
-        one, and of the fixed weight and states. None where Triton has to launch, or has not launched these yet.
+        A `kernels.bound.BoundStep` of the moving tensors `dY, X, ...` of each pair, the scale if there is one, flag,
+        scalars and keys, and of the fixed weight and states. None where Triton has to launch, or did not yet.
     """
     from fused_grad_optimizer.kernels import bound, finite
 
-    operands = [gradient.dys[0], gradient.xs[0], *([] if gradient.scale is None else [gradient.scale])]
-    moving = [*operands[:2], flag, scalars.values, scalars.keys, *operands[2:]]
-    launch, options = _gemm_kernel(gradient, *target.weight.shape, [target.weight, *target.states])
+    operands = [t for pair in zip(gradient.dys, gradient.xs) for t in pair]
+    operands += [] if gradient.scale is None else [gradient.scale]
+    moving = [*operands, flag, scalars.values, scalars.keys]
+    n, k = target.weight.shape
+    launch, options = _gemm_kernel(gradient, n, k, [target.weight, *target.states])
     if "through" not in signature(launch).parameters:
         return None
 
@@ -267,12 +268,10 @@ def bind_step(target: Target, gradient: Gradient, update: Update, scalars: StepS
             launch, gradient, target, scalars.values, scalars.keys, flag, update.name, through=through, **options
         )
 
+    launches = [lambda through: finite.check(operands, flag, through), launch_step]
     try:
-        return bound.BoundStep(
-            [lambda through: finite.check(operands, flag, through), launch_step],
-            moving,
-            [target.weight, *target.states],
-        )
+        with on_device(target.weight.device):
+            return bound.BoundStep(launches, moving, [target.weight, *target.states])
     except bound.NotDirect:
         return None
 

@@ -362,12 +362,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook: autograd has summed every contribution to this parameter."""
-    if torch.is_grad_enabled():  # with create_graph=True; otherwise autograd has turned it off already
-        with torch.no_grad():
-            return _update_in_backward(reference, parameter)
     optimizer = reference()
     if optimizer is None:
         return
+    if not torch.is_grad_enabled():
+        _apply_gradient(optimizer, parameter)
+    else:  # create_graph=True
+        with torch.no_grad():
+            _apply_gradient(optimizer, parameter)
+
+
+def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     try:
         optimizer._pass.enter()
         optimizer._begin()

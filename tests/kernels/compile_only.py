@@ -79,7 +79,9 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
     floats = torch.empty(8, 64)
     longs, unfused = torch.empty(8, dtype=torch.int64), {"enable_fp_fusion": False}
     yield "sum_rows", param_step.sum_rows_kernel, (longs, floats, 64, longs, floats, 64), {"BLOCK": 64, **unfused}
-    yield "nonfinite", finite.nonfinite_kernel, (floats, flag, 8, 64, 64), {"BLOCK": 4096, **unfused}
+    mixed = [floats, torch.empty(9, 40, dtype=torch.bfloat16)[:, 1:20], torch.ones(())]
+    _, positional, constants = finite.arguments(mixed, flag)
+    yield "nonfinite", finite.nonfinite_kernel, positional, constants
 
 
 def _hyper() -> dict:

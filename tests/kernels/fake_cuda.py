@@ -41,6 +41,7 @@ class FakeCuda:
     Attributes:
         triton: for each launch by Triton `(compiled source, metadata, grid, stream, arguments of the kernel)`.
         direct: for each direct launch `(function, grid, threads, shared, bytes of every parameter)`.
+        devices: the current device at each of these.
         parameters: by function handle, the sizes of the kernel's parameters in its PTX.
         keep: whether direct launches are kept; off for timing.
     """
@@ -48,12 +49,19 @@ class FakeCuda:
     triton: list[tuple] = field(default_factory=list)
     direct: list[tuple] = field(default_factory=list)
     parameters: dict[int, list[int]] = field(default_factory=dict)
+    devices: list[int] = field(default_factory=list)
     keep: bool = True
     device_index: int = 0
     encoded: int = 0
 
     def device(self) -> int:
         return self.device_index
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        before, self.device_index = self.device_index, device
+        yield
+        self.device_index = before
 
     @staticmethod
     def handle(value: int) -> int:
@@ -64,11 +72,16 @@ class FakeCuda:
         return TensorMap.of(meta, pointer, shape, strides)
 
     @staticmethod
+    def knows_maps(meta: dict[str, Any]) -> bool:
+        return True
+
+    @staticmethod
     def address(tensor_map: TensorMap) -> int:
         return ctypes.addressof(tensor_map)
 
     def launch(self, function: int, grid: tuple, threads: int, shared: int, pointers: Any) -> None:
         if self.keep:
+            self.devices.append(self.device_index)
             sizes = self.parameters[function]
             assert len(sizes) == len(pointers)
             values = tuple(ctypes.string_at(p, size) for p, size in zip(pointers, sizes))

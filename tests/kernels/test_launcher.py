@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from fused_grad_optimizer import ops  # noqa: E402
-from fused_grad_optimizer.kernels import Gradient, Target, finite, launcher, param_step, wgrad_step  # noqa: E402
+from fused_grad_optimizer.kernels import Gradient, Target, cuda_driver, finite, launcher, param_step, wgrad_step  # noqa: E402
 from fused_grad_optimizer.kernels import wgrad_step_hopper as hopper  # noqa: E402
 from fused_grad_optimizer.kernels.bound import BoundStep  # noqa: E402
 from fused_grad_optimizer.kernels.configs import hopper_config  # noqa: E402
@@ -221,6 +221,52 @@ def test_a_refusal_is_remembered_and_told(cuda, monkeypatch):
     assert launcher.refusals() == {"nonfinite_kernel": "because"}
 
 
+class Library:
+    """libcuda, of which only launches are tried."""
+
+    def __init__(self, *statuses):
+        self.statuses, self.calls = list(statuses), []
+
+    def cuLaunchKernel(self, function, *rest):  # noqa: N802
+        self.calls.append((function.value, *rest))
+        return self.statuses.pop(0)
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append(name)
+            return 0
+
+        return call
+
+
+def driver_of(monkeypatch, *statuses):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {1: 77}.__getitem__, raising=False)
+    library = Library(*statuses)
+    return cuda_driver.CudaDriver(library), library
+
+
+def test_a_launch_by_the_driver(monkeypatch):
+    driver, library = driver_of(monkeypatch, 0)
+    driver.launch(driver.handle(5), (7, 2, 1), 128, 4096, "pointers")
+    function, *grid, _, _, _, shared, stream, pointers, extra = library.calls[0]
+    assert (function, grid, shared, stream.value, pointers, extra) == (5, [7, 2, 1], 4096, 77, "pointers", None)
+    assert library.calls[0][4:7] == (128, 1, 1)
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch):
+    driver, library = driver_of(monkeypatch, 201, 0)
+    driver.launch(driver.handle(5), (7, 2, 1), 128, 0, "pointers")
+    assert library.calls[1:4] == ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    assert library.calls[4] == library.calls[0] and len(library.calls) == 5
+
+
+def test_a_launch_that_fails_is_an_error(monkeypatch):
+    driver, _ = driver_of(monkeypatch, 1)
+    with pytest.raises(RuntimeError, match="CUDA error 1"):
+        driver.launch(driver.handle(5), (7, 2, 1), 128, 0, "pointers")
+
+
 def test_bound_launches_move_addresses_only(cuda, monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     flag, t = torch.zeros(64, dtype=torch.int32), target(256, 256)
@@ -251,8 +297,9 @@ def test_bound_launches_move_addresses_only(cuda, monkeypatch):
     assert not bound.run([unaligned, second[1], flag, SCALARS, KEYS], fixed)
     assert not bound.run([*second, flag, SCALARS, KEYS], [t.weight.clone(), *t.states])
     cuda.device_index = 1
-    assert not bound.run([*second, flag, SCALARS, KEYS], fixed)
-    assert len(cuda.direct) == count + 2
+    assert bound.run([*second, flag, SCALARS, KEYS], fixed)
+    assert cuda.devices[-2:] == [0, 0] and cuda.device_index == 1
+    assert len(cuda.direct) == count + 4
 
 
 def test_what_cannot_be_bound(cuda):

@@ -12,6 +12,7 @@ from fused_grad_optimizer.kernels.launch_layout import NotDirect
 from fused_grad_optimizer.kernels.launcher import Arguments, DirectLaunch, find, hooked
 
 Through = Callable[[Any, tuple, Any, dict], None]
+_address = torch.Tensor.data_ptr
 
 
 class BoundLaunch:
@@ -78,7 +79,7 @@ def _flat(kinds: tuple, args: Any) -> Iterable[tuple[str, Any]]:
 
 
 class BoundStep:
-    """Launches one after the other, on one device, that share moving and fixed tensors.
+    """Launches one after the other, on the device that is current now, that share moving and fixed tensors.
 
     Args:
         launches: functions that each make one launch `through(kernel, grid, args, constants)` instead of making it.
@@ -95,10 +96,10 @@ class BoundStep:
         if driver is None or hooked():
             raise NotDirect("Triton launches")
         self._driver, self._device = driver, driver.device()
-        addresses = [t.data_ptr() for t in moving]
+        addresses = list(map(_address, moving))
         self._aligned = [i for i, address in enumerate(addresses) if address % 16 == 0]
         self._unaligned = [i for i, address in enumerate(addresses) if address % 16]
-        self._fixed = [t.data_ptr() for t in fixed]
+        self._fixed = list(map(_address, fixed))
         self._launches: list[BoundLaunch] = []
 
         def bind(kernel: Any, grid: tuple, args: Any, constants: dict) -> None:
@@ -113,16 +114,24 @@ class BoundStep:
     def run(self, moving: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> bool:
         """Launch for these tensors, like those it was made with but for their addresses; False: it cannot.
 
-        `fixed` must lie where they did, and the current device and the alignment of all addresses be the same.
+        `fixed` must lie where they did, and addresses be aligned as they were.
         """
-        addresses = [t.data_ptr() for t in moving]
-        if [t.data_ptr() for t in fixed] != self._fixed or self._driver.device() != self._device or hooked():
+        addresses = list(map(_address, moving))
+        if list(map(_address, fixed)) != self._fixed or hooked():
             return False
         bits = 0
         for i in self._aligned:
             bits |= addresses[i]
-        if bits & 15 or not all([addresses[i] & 15 for i in self._unaligned]):
+        if bits & 15:
             return False
-        for launch in self._launches:
-            launch.run(addresses)
+        for i in self._unaligned:
+            if not addresses[i] & 15:
+                return False
+        if self._driver.device() == self._device:
+            for launch in self._launches:
+                launch.run(addresses)
+        else:
+            with self._driver.on(self._device):
+                for launch in self._launches:
+                    launch.run(addresses)
         return True

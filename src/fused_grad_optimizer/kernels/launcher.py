@@ -67,9 +67,15 @@ class DirectLaunch:
     """
 
     def __init__(self, kernel: Any, compiled: Any, count: int) -> None:
-        self.driver = cuda_driver.active()
-        assert self.driver is not None
+        driver = cuda_driver.active()
+        assert driver is not None  # `find` has looked
+        self.driver = driver
         self.layout = layout_of(kernel, compiled, count)
+        for meta in self.layout.maps:
+            if not driver.knows_maps(meta):
+                raise NotDirect(
+                    "Triton's tensor maps are not as the CUDA driver makes them, or not where they are sought"
+                )
         self.kept = (kernel, compiled)
         self.name = compiled.name
         self.threads = 32 * compiled.packed_metadata[0]
@@ -142,7 +148,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple | list, constants: di
     direct = find(kernel, args, constants)
     if isinstance(direct, DirectLaunch):
         if 0 not in grid:
-            direct.launch((*grid, 1, 1)[:3], args)
+            x, y, z = (*grid, 1, 1)[:3]
+            direct.launch((x, y, z), args)
         return
     compiled = kernel[grid](*args, **constants)
     if isinstance(direct, tuple) and compiled is not None:
