@@ -67,10 +67,12 @@ class Plan:
         return found
 
 
-def make(parameter: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]) -> Plan | None:
+def make(
+    parameter: torch.Tensor, grad: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]
+) -> Plan | None:
     """A plan for a parameter on a GPU that was just stepped, or None if it is not of a kind that has plans."""
     plain = type(parameter) in (torch.Tensor, nn.Parameter) and all(type(s) is torch.Tensor for s in states)
-    if not plain or parameter.dim() != 2 or not parameter.is_contiguous():
+    if not plain or type(grad) is not FactoredGrad or parameter.dim() != 2 or not parameter.is_contiguous():
         return None
     return Plan(parameter, target, update, states)
 
@@ -94,7 +96,7 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     scale = grad._scale
     if type(scale) is torch.Tensor:
         tensors.append(scale)
-        layout.append(scale.dtype)
+        layout += (scale.dtype, scale.is_cuda)
     elif scale != 1.0:
         return None
     return tensors, tuple(layout)
@@ -114,8 +116,10 @@ def update(
     operands = _operands(grad)
     state, selected = optimizer.state[parameter], optimizer.rule.select(group)
     states = list(map(state.get, selected.states))
-    if operands is None or not plan.fits(parameter, selected, states):
+    if not plan.fits(parameter, selected, states):
         record.plan = None
+        return False
+    if operands is None:
         return False
     tensors, layout = operands
     bound, count = plan.launches(layout), state["step"]

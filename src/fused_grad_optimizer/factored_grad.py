@@ -306,7 +306,7 @@ def _clone(func, grad, **kwargs):
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func, grad):
-    view = FactoredGrad(grad.shape, grad.dtype, device=grad.device)
+    view = torch.Tensor._make_wrapper_subclass(FactoredGrad, grad.shape, dtype=grad.dtype, device=grad.device)
     view.__dict__ = grad.__dict__  # an alias shares its content: grad.detach().mul_(0.5) scales grad
     return view
 

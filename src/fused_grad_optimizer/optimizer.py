@@ -259,7 +259,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         scalars = self._scalars_of(group, update, state["step"], fresh, parameter)
         step(target, gradient, update, scalars, flag if on_device else None)
         if on_device and record.plan is None:
-            record.plan = _plans.make(parameter, target, update, states)
+            record.plan = _plans.make(parameter, grad, target, update, states)
 
     def _say_once_if_dense(self, parameter: torch.Tensor, record: ParameterRecord, grad: torch.Tensor) -> None:
         dense = not isinstance(grad, FactoredGrad)

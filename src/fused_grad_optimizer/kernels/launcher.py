@@ -137,7 +137,7 @@ def specialisation(arg: Any) -> Any:
     if kind is tuple:
         return tuple([specialisation(a) for a in arg])
     if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
+        return arg.dtype, arg.is_cuda, arg.data_ptr() % 16 == 0  # Triton refuses a tensor that is not on a GPU
     if hasattr(arg, "block_shape") and arg.padding == "zero" and not getattr(arg, "round_f32_to_tf32", False):
         return arg.base.dtype, tuple(arg.block_shape), arg.layout
     raise NotDirect(f"an argument of type {kind.__name__}")
