@@ -38,7 +38,7 @@ def directly(monkeypatch):
 
 def noise(seed, *shape, dtype=torch.bfloat16):
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
 def make_target(n, k, storage):
@@ -69,7 +69,7 @@ def by_triton(monkeypatch, function):
 
 CASES = {
     "bf16": (256, 512, (64,), torch.bfloat16, "bf16", {}),
-    "bf16, fp32 states": (256, 512, (64,), torch.bfloat16, "fp32", {}),
+    "bf16 factors, fp32 weight": (256, 512, (64,), torch.bfloat16, "fp32", {}),
     "fp32": (256, 512, (64,), torch.float32, "fp32", {}),
     "uneven": (136, 272, (77,), torch.bfloat16, "bf16", {"scaled": True}),
     "odd, fp32": (37, 29, (11,), torch.float32, "fp32", {"scaled": True}),
