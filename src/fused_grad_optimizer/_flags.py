@@ -15,10 +15,12 @@ class SkipFlags:
 
     Attributes:
         counts: skipped updates by parameter index.
+        generation: changes when flags move to other memory.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
+        self.generation = 0
         self._flags: dict[torch.device, torch.Tensor] = {}
         self._host: set[int] = set()
         self._pending: list[tuple[torch.Tensor, torch.cuda.Event]] = []
@@ -39,6 +41,7 @@ class SkipFlags:
             if flags is not None:
                 grown[: flags.numel()] = flags
             self._flags[device] = flags = grown
+            self.generation += 1
         return flags
 
     def skipped_on_host(self, index: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
-from fused_grad_optimizer.kernels import Gradient
+from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
 from fused_grad_optimizer.storage import weight_storage
 
@@ -25,12 +25,14 @@ class ParameterRecord:
         index: position among all parameters of the optimizer; chooses the random bits of stochastic rounding.
         applied: the sentinel put into `.grad` after an update in backward.
         hook: handle of the post-accumulate-grad hook.
+        plan: how it was stepped last, if it can be stepped that way again (`_plans.Plan`).
     """
 
     name: str
     index: int
     applied: AppliedGrad | None = None
     hook: Any = None
+    plan: Any = None
     said: set[str] = field(default_factory=set)
 
 
@@ -103,6 +105,11 @@ def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, .
             return grad.gradient()
         grad = grad.to_dense(torch.float32 if grad.dtype != torch.float64 else None)
     return Gradient([], [], dense=matrix_view(grad, order).contiguous())
+
+
+def stepped_on_device(parameter: torch.Tensor) -> bool:
+    """Whether kernels step it on a device that the host does not wait for."""
+    return parameter.device.type != "cpu" and triton_reason(parameter.device, parameter.dtype) is None
 
 
 def finite_operands(grad: torch.Tensor) -> list[torch.Tensor]:

@@ -64,8 +64,8 @@ class FactoredGrad(torch.Tensor):
         device: torch.device | None = None,
     ) -> FactoredGrad:
         if device is None:
-            source = [t for pair in (pairs or []) for t in pair] + [dy for _, dy in (rows or [])]
-            device = source[0].device if source else (dense.device if dense is not None else torch.device("cpu"))
+            source = pairs[0][0] if pairs else rows[0][1] if rows else dense
+            device = source.device if source is not None else torch.device("cpu")
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
         self.pairs = [(_unit_stride(dy), _unit_stride(x)) for dy, x in (pairs or [])]
         self.rows = list(rows or [])
@@ -306,7 +306,7 @@ def _clone(func, grad, **kwargs):
 
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func, grad):
-    view = FactoredGrad(grad.shape, grad.dtype, device=grad.device)
+    view = torch.Tensor._make_wrapper_subclass(FactoredGrad, grad.shape, dtype=grad.dtype, device=grad.device)
     view.__dict__ = grad.__dict__  # an alias shares its content: grad.detach().mul_(0.5) scales grad
     return view
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +69,11 @@ def make_scalars(
 
 
 def _stores(storages: list[str]) -> tuple[tuple, bool]:
+    return _stores_of(tuple(storages))
+
+
+@cache
+def _stores_of(storages: tuple[str, ...]) -> tuple[tuple, bool]:
     from fused_grad_optimizer.kernels._device import store_nearest, store_stochastic_bf16
 
     stochastic = [STORAGES[name].stochastic for name in storages]
@@ -251,10 +258,32 @@ def _sum_rows_fake(ids, dy, num_rows, dtype):
     return ids.new_empty(num_rows, dtype=torch.int32), dy.new_empty(rows, dy.shape[1], dtype=dtype)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+
+
+def observed() -> bool:
+    """Whether operators must be called as such: a mode, a transform, torch.compile or the profiler is to see them."""
+    return (
+        torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._autograd._profiler_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(_FUNCTIONALIZE)
+    )
+
+
+def _callable_directly(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operator on these may be called as the function it is, which saves about 10 us."""
+    return all(t is None or type(t) in _PLAIN for t in tensors) and not observed()
+
+
 def step(target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor | None) -> None:
     """Update `target` from `gradient` by the kernel that fits: `wgrad_step` with (dY, X) pairs, else `param_step`."""
+    tensors = (target.weight, *target.states, *gradient.dys, *gradient.xs, gradient.row_sums, gradient.dense)
     operator = torch.ops.forge.wgrad_step if gradient.dys else torch.ops.forge.param_step
-    operator(
+    function: Callable = _step if _callable_directly(*tensors) else operator
+    function(
         target.weight, target.states, gradient.dys, gradient.xs, gradient.row_map, gradient.row_sums,
         gradient.scale, gradient.dense, scalars.values, scalars.keys, flag, update.name, target.storages,
         target.parameter,
@@ -274,6 +303,42 @@ def step_by(
     launch, options = _launch_of(choice, gradient, target.weight.shape[0], target.weight.shape[1], targets)
     with on_device(target.weight.device):
         _launch_step(launch, gradient, target, scalars.values, scalars.keys, flag, update.name, **options)
+
+
+def check_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
+    """Set `flag` (int32, one element, zero before) to 1 if a floating tensor holds NaN or inf."""
+    (_check_finite if _callable_directly(*tensors, flag) else torch.ops.forge.check_finite)(tensors, flag)
+
+
+def bind_step(target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor) -> Any:
+    """`check_finite` and `step` of a gradient of (dY, X) pairs only, as launches that are made again cheaply.
+
+    Returns:
+        A `kernels.bound.BoundStep` of the moving tensors `dY, X, ...` of each pair, the scale if there is one, flag,
+        scalars and keys, and of the fixed weight and states. None where Triton has to launch, or did not yet.
+    """
+    from fused_grad_optimizer.kernels import bound, finite
+
+    operands = [t for pair in zip(gradient.dys, gradient.xs) for t in pair]
+    operands += [] if gradient.scale is None else [gradient.scale]
+    moving = [*operands, flag, scalars.values, scalars.keys]
+    n, k = target.weight.shape
+    stochastic = any(STORAGES[name].stochastic for name in target.storages)
+    launch, options = _gemm_kernel(gradient, n, k, [target.weight, *target.states], stochastic=stochastic)
+    if "through" not in signature(launch).parameters:
+        return None
+
+    def launch_step(through) -> None:
+        _launch_step(
+            launch, gradient, target, scalars.values, scalars.keys, flag, update.name, through=through, **options
+        )
+
+    launches = [lambda through: finite.check(operands, flag, through), launch_step]
+    try:
+        with on_device(target.weight.device):
+            return bound.BoundStep(launches, moving, [target.weight, *target.states])
+    except bound.NotDirect:
+        return None
 
 
 def wgrad(gradient: Gradient, shape: torch.Size, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

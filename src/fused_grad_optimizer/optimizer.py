@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_grad_optimizer import _state_io
+from fused_grad_optimizer import _plans, _state_io
 from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
 from fused_grad_optimizer._flags import SkipFlags
 from fused_grad_optimizer._parameters import (
@@ -22,15 +22,16 @@ from fused_grad_optimizer._parameters import (
     gradient_of,
     matrix_view,
     refuse_several_processes,
+    stepped_on_device,
     storage_order,
     warn_about_rounding,
 )
 from fused_grad_optimizer._small import Entry, SmallQueue, is_small, step_together
 from fused_grad_optimizer._strangers import Strangers
 from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
-from fused_grad_optimizer.kernels import Target, triton_reason
+from fused_grad_optimizer.kernels import Target
 from fused_grad_optimizer.modules._registry import claim, give_up, is_factored
-from fused_grad_optimizer.ops import StepScalars, make_scalars, step
+from fused_grad_optimizer.ops import StepScalars, check_finite, make_scalars, step
 from fused_grad_optimizer.rules import Update, get_rule
 from fused_grad_optimizer.storage import check_modes, state_storage, weight_storage
 
@@ -98,6 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, _remove_all, self._hooks)
         self._pass = BackwardPass()  # a manager puts one for all its optimizers here
         self._began = False
+        self._settings: Any = None
         self._flags = SkipFlags()
         self._queue = SmallQueue(self)
         self._strangers = Strangers()
@@ -175,6 +177,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scalars.clear()
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._flags.begin()
+        self._settings = _plans.forget_if_changed(self._records.values(), self._settings)
         self._began = True
 
     def _end(self) -> None:
@@ -231,10 +234,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:
         """One update of one parameter, in place. Not finite: nothing is written."""
         record = self._records[parameter]
+        if record.plan is not None and _plans.update(self, parameter, record, group, grad):
+            return
         self._say_once_if_dense(parameter, record, grad)
-        on_device = parameter.device.type != "cpu" and triton_reason(parameter.device, parameter.dtype) is None
+        on_device = stepped_on_device(parameter)
         flag = self._flags.of(record.index, parameter.device)
-        torch.ops.forge.check_finite(finite_operands(grad), flag)
+        check_finite(finite_operands(grad), flag)
         if not on_device and int(flag) != 0:
             self._flags.skipped_on_host(record.index)
             return
@@ -256,6 +261,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         gradient = gradient_of(parameter, grad, order, group["maximize"])
         scalars = self._scalars_of(group, update, state["step"], fresh, parameter)
         step(target, gradient, update, scalars, flag if on_device else None)
+        if on_device and record.plan is None:
+            record.plan = _plans.make(parameter, grad, target, update, states)
 
     def _say_once_if_dense(self, parameter: torch.Tensor, record: ParameterRecord, grad: torch.Tensor) -> None:
         dense = not isinstance(grad, FactoredGrad)
@@ -364,12 +371,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             after(self)
 
 
-@torch.no_grad()
 def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch.Tensor) -> None:
     """Post-accumulate-grad hook: autograd has summed every contribution to this parameter."""
     optimizer = reference()
     if optimizer is None:
         return
+    if not torch.is_grad_enabled():
+        _apply_gradient(optimizer, parameter)
+    else:  # create_graph=True
+        with torch.no_grad():
+            _apply_gradient(optimizer, parameter)
+
+
+def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     try:
         optimizer._pass.enter()
         optimizer._begin()

@@ -94,7 +94,9 @@ def variants() -> Iterator[tuple[str, object, tuple, dict]]:
         (longs, floats, torch.zeros(1, dtype=torch.int32)),
         {"COLUMNS": 6, "ALIGNED": True, "BLOCK": 2048, **unfused},
     )
-    yield "nonfinite", finite.nonfinite_kernel, (floats, flag, 8, 64, 64), {"BLOCK": 4096, **unfused}
+    mixed = [floats, torch.empty(9, 40, dtype=torch.bfloat16)[:, 1:20], torch.ones(())]
+    _, positional, constants = finite.arguments(mixed, flag)
+    yield "nonfinite", finite.nonfinite_kernel, positional, constants
 
 
 def _hyper() -> dict:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_grad_optimizer.kernels import launcher
 from fused_grad_optimizer.kernels._device import load_scalars, step_tile
 from fused_grad_optimizer.kernels.configs import PARAM_BLOCK, ROW_BLOCK
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -96,7 +97,7 @@ def launch(
     """
     count = target.weight.numel() if acc is None else acc.numel()
     block = min(PARAM_BLOCK, triton.next_power_of_2(count))
-    param_step_kernel[(triton.cdiv(count, block),)](
+    positional = (
         target.weight,
         tuple(target.states),
         gradient.dense,
@@ -111,15 +112,18 @@ def launch(
         target.parameter,
         acc,
         start,
-        RULE=update.kernel,
-        STORES=stores,
-        STOCHASTIC=stochastic,
-        SCALARS=scalars.numel(),
-        BLOCK=block,
-        PAIRED=block > 1 and start % 2 == 0,
-        num_warps=4,
-        enable_fp_fusion=False,  # see wgrad_step
     )
+    constants = {
+        "RULE": update.kernel,
+        "STORES": stores,
+        "STOCHASTIC": stochastic,
+        "SCALARS": scalars.numel(),
+        "BLOCK": block,
+        "PAIRED": block > 1 and start % 2 == 0,
+        "num_warps": 4,
+        "enable_fp_fusion": False,  # see wgrad_step
+    }
+    launcher.launch(param_step_kernel, (triton.cdiv(count, block),), positional, constants)
 
 
 @triton.jit
@@ -153,7 +157,10 @@ def sum_rows(ids: torch.Tensor, dy: torch.Tensor, num_rows: int) -> tuple[torch.
     row_sums = torch.empty(slots, k, dtype=torch.float32, device=ids.device)
     if slots and k:
         block = min(ROW_BLOCK, triton.next_power_of_2(k))
-        sum_rows_kernel[(slots, triton.cdiv(k, block))](
-            order, dy, dy.stride(0), starts, row_sums, k, BLOCK=block, enable_fp_fusion=False
+        launcher.launch(
+            sum_rows_kernel,
+            (slots, triton.cdiv(k, block)),
+            (order, dy, dy.stride(0), starts, row_sums, k),
+            {"BLOCK": block, "enable_fp_fusion": False},
         )
     return row_map, row_sums

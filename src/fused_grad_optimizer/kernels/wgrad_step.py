@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fused_grad_optimizer.kernels import launcher
 from fused_grad_optimizer.kernels._device import load_scalars, step_tile
 from fused_grad_optimizer.kernels.configs import GemmConfig, gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -185,6 +186,7 @@ def launch(
     stores: tuple = (),
     stochastic: bool = False,
     config: GemmConfig | None = None,
+    through=launcher.launch,
 ) -> None:
     """Launch on rows `row_start : row_start + n`: the fused step on `target`, or `out` (fp32 [n, k]) stores g.
 
@@ -194,7 +196,8 @@ def launch(
     config = config or gemm_config(n, k, dy.dtype)
     table = _segment_table(gradient)
     precision = "tf32" if dy.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    wgrad_step_kernel[(triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k),)](
+    grid = (triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k),)
+    positional = (
         target.weight if target is not None else out,
         tuple(target.states) if target is not None else (),
         dy,
@@ -216,19 +219,22 @@ def launch(
         k,
         row_start,
         target.parameter if target is not None else 0,
-        RULE=update.kernel if update is not None else None,
-        STORES=stores,
-        STOCHASTIC=stochastic,
-        SCALARS=scalars.numel() if scalars is not None else 0,
-        STORE_ONLY=target is None,
-        PRECISION=precision,
-        ALIGNED=table is not None and _aligned(gradient),
-        PAIRED=k % 2 == 0,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        BLOCK_T=config.block_t,
-        GROUP=config.group,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=False,  # so that this kernel and param_step round alike, bit for bit
     )
+    constants = {
+        "RULE": update.kernel if update is not None else None,
+        "STORES": stores,
+        "STOCHASTIC": stochastic,
+        "SCALARS": scalars.numel() if scalars is not None else 0,
+        "STORE_ONLY": target is None,
+        "PRECISION": precision,
+        "ALIGNED": table is not None and _aligned(gradient),
+        "PAIRED": k % 2 == 0,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "BLOCK_T": config.block_t,
+        "GROUP": config.group,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": False,  # so that this kernel and param_step round alike, bit for bit
+    }
+    through(wgrad_step_kernel, grid, positional, constants)

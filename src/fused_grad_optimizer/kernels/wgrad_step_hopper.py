@@ -53,6 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from fused_grad_optimizer.kernels import launcher
 from fused_grad_optimizer.kernels._device import hash_pairs, load_scalars, parameter_keys, random_halves
 from fused_grad_optimizer.kernels._gluon import role_barrier, tma_load
 from fused_grad_optimizer.kernels.configs import HopperConfig
@@ -420,7 +421,7 @@ def arguments(
     return [tuple(targets) or (out,), *sources, *pairs, gradient.scale, scalars, keys, flag, n, k, parameter], constants
 
 
-def launch(gradient: Gradient, n: int, k: int, config: HopperConfig, **options) -> None:
+def launch(gradient: Gradient, n: int, k: int, config: HopperConfig, through=launcher.launch, **options) -> None:
     """Launch over a whole weight [n, k]: the fused step on `target`, or `out` (fp32 [n, k]) stores the gradient.
 
     Options are those of `arguments`; what is left out is None.
@@ -432,7 +433,7 @@ def launch(gradient: Gradient, n: int, k: int, config: HopperConfig, **options) 
     positional, constants = arguments(gradient, n, k, config, **filled)
     tiles = -(-n // config.block_n) * -(-k // config.block_k)
     grid = (min(tiles, _multiprocessors(gradient.dys[0].device)),)
-    wgrad_step_hopper_kernel[grid](*positional, **constants)
+    through(wgrad_step_hopper_kernel, grid, positional, constants)
 
 
 @cache

@@ -28,6 +28,8 @@ class _FactoredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        if not torch.is_autocast_enabled(dy.device.type):
+            return _FactoredLinear.gradients(ctx, dy)
         with without_autocast(dy.device):
             return _FactoredLinear.gradients(ctx, dy)
 
@@ -59,12 +61,15 @@ def factored_linear(
     which would go stale when the weight is updated inside one autocast block.
     """
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 and weight.dtype != torch.float64:
+    autocast = torch.is_autocast_enabled(kind)
+    if autocast and x.dtype != torch.float64 and weight.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(kind))
     elif x.dtype != weight.dtype:
         raise RuntimeError(f"expected input and weight of one dtype, but got {x.dtype} and {weight.dtype}")
     if bias is not None:
         bias = bias.to(x.dtype)
+    if not autocast:
+        return _FactoredLinear.apply(x, weight, bias, transposed)
     with without_autocast(x.device):
         return _FactoredLinear.apply(x, weight, bias, transposed)
 

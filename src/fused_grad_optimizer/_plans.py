@@ -1,0 +1,164 @@
+"""Stepping a weight again as it was stepped before: what stays the same from step to step is worked out once.
+
+A plan is for a weight on a GPU whose gradient is nothing but (dY, X) pairs. It keeps no memory alive: neither the
+weight's nor that of a state that was replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fused_grad_optimizer import ops
+from fused_grad_optimizer._parameters import ParameterRecord
+from fused_grad_optimizer.factored_grad import FactoredGrad
+from fused_grad_optimizer.kernels import Target
+from fused_grad_optimizer.rules import Update
+
+if TYPE_CHECKING:
+    from fused_grad_optimizer.optimizer import FusedOptimizer
+
+_MOST_SHAPES = 8  # numbers of tokens, say, that one plan knows
+_MOST_FAILURES = 3
+
+
+class Plan:
+    """How one weight is stepped.
+
+    Attributes:
+        update: what the rule selected.
+        dtype, shape: of the weight; `storages` as in `Target`; `states` weakly.
+        bound: by layout of the pairs the launches, or how often they could not be bound. They are bound when a layout
+            is seen for the second time: lengths that are seen once are not worth it.
+        flag: of `SkipFlags`, of its `generation`.
+    """
+
+    __slots__ = ("update", "dtype", "shape", "storages", "states", "bound", "flag", "generation")
+
+    def __init__(self, parameter: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]) -> None:
+        self.update, self.storages = update, target.storages
+        self.dtype, self.shape = parameter.dtype, parameter.shape
+        self.states = [weakref.ref(s) for s in states]
+        self.bound: dict[tuple, Any] = {}
+        self.flag: torch.Tensor | None = None
+        self.generation = -1
+
+    def fits(self, parameter: torch.Tensor, update: Update, states: list[torch.Tensor]) -> bool:
+        """Whether this is the weight and these are the states of the plan; addresses are compared at the launch."""
+        if update is not self.update or parameter.dtype is not self.dtype or parameter.shape != self.shape:
+            return False
+        for kept, state in zip(self.states, states):
+            if kept() is not state:
+                return False
+        return parameter.is_contiguous()
+
+    def launches(self, key: tuple) -> Any:
+        """The launches bound for this layout, or how often that failed; None when it is seen for the first time."""
+        found = self.bound.get(key)
+        if found is None:
+            if len(self.bound) >= _MOST_SHAPES:
+                del self.bound[next(iter(self.bound))]
+            self.bound[key] = 0
+        return found
+
+
+def make(
+    parameter: torch.Tensor, grad: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]
+) -> Plan | None:
+    """A plan for a parameter on a GPU that was just stepped, or None if it is not of a kind that has plans."""
+    plain = type(parameter) in (torch.Tensor, nn.Parameter) and all(type(s) is torch.Tensor for s in states)
+    if not plain or type(grad) is not FactoredGrad or parameter.dim() != 2 or not parameter.is_contiguous():
+        return None
+    return Plan(parameter, target, update, states)
+
+
+def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
+    """The tensors of a gradient of (dY, X) pairs only, `[dY, X, ..., scale if any]`, and their layout, for a key.
+
+    None if it has other parts, or a factor that is not as backward left it.
+    """
+    if grad.rows or grad.dense is not None or not grad.pairs:
+        return None
+    tensors = [t for pair in grad.pairs for t in pair] if len(grad.pairs) > 1 else [*grad.pairs[0]]
+    layout: list[Any] = [tensors[0].dtype]
+    for tensor in tensors:
+        if type(tensor) is not torch.Tensor or tensor.dtype is not layout[0]:
+            return None
+        layout += (tensor.shape, tensor.stride())
+    for tensor, version in grad._versions:
+        if tensor._version != version:
+            return None
+    scale = grad._scale
+    if type(scale) is torch.Tensor:
+        tensors.append(scale)
+        layout += (scale.dtype, scale.is_cuda)
+    elif scale != 1.0:
+        return None
+    return tensors, tuple(layout)
+
+
+def update(
+    optimizer: FusedOptimizer,
+    parameter: torch.Tensor,
+    record: ParameterRecord,
+    group: dict[str, Any],
+    grad: torch.Tensor,
+) -> bool:
+    """Step the parameter by its plan. False: nothing was done, the general way is to be taken."""
+    if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
+        return False
+    plan: Plan = record.plan
+    operands = _operands(grad)
+    state, selected = optimizer.state[parameter], optimizer.rule.select(group)
+    states = list(map(state.get, selected.states))
+    if not plan.fits(parameter, selected, states):
+        record.plan = None
+        return False
+    if operands is None:
+        return False
+    tensors, layout = operands
+    bound, count = plan.launches(layout), state["step"]
+    if bound is None or type(count) is not int or count < 1:
+        return False
+    if plan.generation != optimizer._flags.generation:
+        plan.flag = optimizer._flags.of(record.index, parameter.device)
+        plan.generation = optimizer._flags.generation
+    scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
+    moving = (*tensors, plan.flag, scalars.values, scalars.keys)
+    if type(bound) is int:
+        bound = _bind(
+            plan, layout, bound, Target(parameter.detach(), states, plan.storages, record.index), grad, moving
+        )
+        if bound is None:
+            return False
+    fixed = (parameter, *states)
+    if not bound.run(moving, fixed):
+        record.plan = None
+        return False
+    state["step"] = count + 1
+    torch.autograd.graph.increment_version(fixed)
+    return True
+
+
+def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:
+    """Bind the launches, unless that failed too often; None if it cannot be done."""
+    if failures >= _MOST_FAILURES:
+        return None
+    *_, flag, values, keys = moving
+    made = ops.bind_step(target, grad.gradient(), plan.update, ops.StepScalars(values, keys), flag)
+    plan.bound[layout] = failures + 1 if made is None else made
+    return made
+
+
+def forget_if_changed(records: Iterable[ParameterRecord], settings: Any) -> Any:
+    """Drop all plans if the process's settings that choose kernels are not `settings`; returns the present ones."""
+    present = (os.environ.get("FORGE_KERNEL"), torch.backends.cuda.matmul.allow_tf32)
+    if present != settings:
+        for record in records:
+            record.plan = None
+    return present

@@ -1,0 +1,148 @@
+"""Host time of one layer update: what eager training pays for each layer besides the kernels."""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import fused_grad_optimizer as forge
+from fused_grad_optimizer import FusedOptimizer
+from fused_grad_optimizer.factored_grad import FactoredGrad
+from fused_grad_optimizer.kernels import cuda_driver, finite, launcher
+
+pytestmark = pytest.mark.gpu
+LAYERS, WIDTH, TOKENS = 64, 256, 64  # so small that the device is never waited for
+LIMIT = 30.0  # us a layer
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    if cuda_driver.active() is None:
+        pytest.skip("needs the CUDA driver")
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def layers(dtype=torch.bfloat16):
+    return [nn.Parameter(torch.randn(WIDTH, WIDTH, device="cuda").to(dtype)) for _ in range(LAYERS)]
+
+
+def factors(count=1, dtype=torch.bfloat16):
+    return [
+        [tuple(torch.randn(TOKENS, WIDTH, device="cuda").to(dtype) for _ in range(2)) for _ in range(count)]
+        for _ in range(LAYERS)
+    ]
+
+
+def give_gradients(parameters, pairs):
+    for parameter, some in zip(parameters, pairs):
+        parameter.grad = FactoredGrad(parameter.shape, parameter.dtype, pairs=some)
+
+
+def microseconds(run, prepare) -> float:
+    """Median us a layer of `run`, with the device idle before it."""
+    times = []
+    for _ in range(30):
+        prepare()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) / LAYERS * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times[5:])
+
+
+@pytest.mark.parametrize("dtype, pairs", [(torch.bfloat16, 1), (torch.float32, 1), (torch.bfloat16, 2)])
+def test_one_layer_update_in_step(dtype, pairs):
+    if pairs > 1 and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the portable kernel takes several pairs by a table, which is made for each launch")
+    parameters, made = layers(dtype), factors(pairs, dtype)
+    optimizer = FusedOptimizer(parameters, "adamw", lr=1e-3, when="step")
+    found = microseconds(optimizer.step, lambda: give_gradients(parameters, made))
+    print(f"\n{dtype}, {pairs} pair(s): {found:.1f} us a layer in step(); launched by Triton: {launcher.refusals()}")
+    give_gradients(parameters, made)
+    torch.cuda.synchronize()
+    with cProfile.Profile() as profile:
+        optimizer.step()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+    assert found < LIMIT
+
+
+def test_what_a_backward_costs_more_than_one_of_plain_layers():
+    """Forward and backward with updates in backward, against the same with ordinary gradients."""
+
+    def model():
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to("cuda", torch.bfloat16)
+
+    x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    plain, fused = model(), model()
+    optimizer = forge.fuse(fused, "adamw", lr=1e-3, when="backward")
+
+    def plain_backward():
+        plain(x).sum().backward()
+
+    def fused_backward():
+        fused(x).sum().backward()
+
+    def clear():
+        plain.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ordinary, updating = microseconds(plain_backward, clear), microseconds(fused_backward, clear)
+    print(f"\nforward + backward: {ordinary:.1f} us a layer, with updates {updating:.1f}")
+    assert updating - ordinary < 100.0
+
+
+def test_lengths_that_change_each_step():
+    """The general way, launched directly."""
+    parameters = layers()
+    optimizer = FusedOptimizer(parameters, "adamw", lr=1e-3, when="step")
+    lengths = iter(range(1, 1000))
+
+    def prepare():
+        tokens = 8 * next(lengths)
+        made = [tuple(torch.zeros(tokens, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2))]
+        give_gradients(parameters, [made] * LAYERS)
+
+    found = microseconds(optimizer.step, prepare)
+    print(f"\na new length each step: {found:.1f} us a layer")
+    assert found < 200.0
+
+
+def test_the_parts():
+    """Launches alone."""
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    tensors = [torch.zeros(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    finite.check(tensors, flag)
+    _, positional, constants = finite.arguments(tensors, flag)
+    direct = launcher.find(finite.nonfinite_kernel, positional, constants)
+    assert isinstance(direct, launcher.DirectLaunch)
+    numbers, _ = direct.values(positional)
+
+    def each(function):
+        def run():
+            for _ in range(LAYERS):
+                function()
+
+        return microseconds(run, lambda: None)
+
+    parts = {
+        "one launch, arguments in place": lambda: direct.run((1, 1, 1), direct.arguments, numbers),
+        "one launch by the general way": lambda: finite.check(tensors, flag),
+        "one launch by Triton": lambda: finite.nonfinite_kernel[(1,)](*positional, **constants),
+        "an empty torch operation on the device": lambda: flag.zero_(),
+    }
+    found = {name: each(function) for name, function in parts.items()}
+    print("\n" + "\n".join(f"{name:40s} {time:6.2f} us" for name, time in found.items()))
+    in_place, general, triton, _ = found.values()
+    assert in_place < general < triton
