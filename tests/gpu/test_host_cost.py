@@ -1,4 +1,8 @@
-"""Host time of one layer update: what eager training pays for each layer besides the kernels."""
+"""Host time of one layer update: what eager training pays for each layer besides the kernels.
+
+Limits are shares of what a plain layer's forward and backward take on the same machine, so that they hold for slow hosts
+too: 17 us on a fast one, of which an update took 14; 108 us on the host of one H200, of which an update took 47.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,6 @@ from fused_grad_optimizer.kernels import cuda_driver, finite, launcher
 
 pytestmark = pytest.mark.gpu
 LAYERS, WIDTH, TOKENS = 64, 256, 64  # so small that the device is never waited for
-LIMIT = 30.0  # us a layer
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,20 @@ def microseconds(run, prepare) -> float:
     return statistics.median(times[5:])
 
 
+def model():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to("cuda", torch.bfloat16)
+
+
+def inputs():
+    return torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+
+def plain_layer() -> float:
+    """us of forward and backward of a layer that FORGE has nothing to do with."""
+    plain, x = model(), inputs()
+    return microseconds(lambda: plain(x).sum().backward(), plain.zero_grad)
+
+
 @pytest.mark.parametrize("dtype, pairs", [(torch.bfloat16, 1), (torch.float32, 1), (torch.bfloat16, 2)])
 def test_one_layer_update_in_step(dtype, pairs):
     if pairs > 1 and torch.cuda.get_device_capability() != (9, 0):
@@ -74,33 +91,21 @@ def test_one_layer_update_in_step(dtype, pairs):
     with cProfile.Profile() as profile:
         optimizer.step()
     pstats.Stats(profile).sort_stats("tottime").print_stats(18)
-    assert found < LIMIT
+    assert found < 0.5 * (1 + pairs) * plain_layer()
 
 
 def test_what_a_backward_costs_more_than_one_of_plain_layers():
     """Forward and backward with updates in backward, against the same with ordinary gradients."""
-
-    def model():
-        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to("cuda", torch.bfloat16)
-
-    x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    plain, fused = model(), model()
+    fused, x = model(), inputs()
     optimizer = forge.fuse(fused, "adamw", lr=1e-3, when="backward")
 
-    def plain_backward():
-        plain(x).sum().backward()
-
-    def fused_backward():
-        fused(x).sum().backward()
-
     def clear():
-        plain.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
 
-    ordinary, updating = microseconds(plain_backward, clear), microseconds(fused_backward, clear)
+    ordinary, updating = plain_layer(), microseconds(lambda: fused(x).sum().backward(), clear)
     print(f"\nforward + backward: {ordinary:.1f} us a layer, with updates {updating:.1f}")
-    assert updating - ordinary < 100.0
+    assert updating < 3 * ordinary
 
 
 def test_lengths_that_change_each_step():
@@ -116,7 +121,7 @@ def test_lengths_that_change_each_step():
 
     found = microseconds(optimizer.step, prepare)
     print(f"\na new length each step: {found:.1f} us a layer")
-    assert found < 200.0
+    assert found < 4 * plain_layer()
 
 
 def test_the_parts():

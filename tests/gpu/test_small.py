@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -144,13 +145,17 @@ def test_launches(when):
         model(inputs(i, torch.bfloat16)).float().square().mean().backward()
         optimizer.step()
     optimizer.zero_grad()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        model(inputs(2, torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
-        torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the profiler, about cycles
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            model(inputs(2, torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            torch.cuda.synchronize()
     names = [event.name for event in profile.events() if "multi" in event.name]
     assert sum("nonfinite" in n for n in names) == 1 and sum("forge_multi_adamw" in n for n in names) == 1
-    assert not [e.name for e in profile.events() if e.name.startswith("forge_param")]
+    # the factors of the last weight [3, 96] are larger than it: when="step" folded them into a dense gradient
+    others = [e.name for e in profile.events() if e.name.startswith("forge_param")]
+    assert len(others) == (1 if when == "step" else 0)
 
 
 @BOTH

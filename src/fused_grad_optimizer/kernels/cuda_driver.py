@@ -74,16 +74,13 @@ class CudaDriver:
     def encode(self, meta: dict[str, Any], pointer: int, shape: list[int], strides: list[int]) -> Any:
         """The tensor map that Triton would pass for a descriptor with this metadata, as Triton's own object."""
         fill, dtypes, _ = _triton_maps()
-        return fill(
-            pointer,
-            meta["swizzle"],
-            meta["elem_size"],
-            dtypes[meta["elem_type"]],
-            meta["block_size"],
-            shape,
-            strides,
-            0,
-        )
+        size, dtype = meta["elem_size"], dtypes[meta["elem_type"]]
+        values = (pointer, meta["swizzle"], size, dtype, meta["block_size"], shape, strides, 0)
+        try:
+            return fill(*values)
+        except RuntimeError:  # the first use of CUDA on this thread, or there is something wrong with the values
+            self._make_current()
+            return fill(*values)
 
     def knows_maps(self, meta: dict[str, Any]) -> bool:
         """Whether at the `address` of a map by Triton is what the driver itself makes of the same values."""
