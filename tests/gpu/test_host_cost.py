@@ -1,7 +1,7 @@
 """Host time of one layer update: what eager training pays for each layer besides the kernels.
 
-Limits are shares of what a plain layer's forward and backward take on the same machine, so that they hold for slow hosts
-too: 17 us on a fast one, of which an update took 14; 108 us on the host of one H200, of which an update took 47.
+Limits are shares of what forward and backward of a plain layer take on the same machine, so that they hold for slow
+hosts too: 108 us on the host of one H200, where an update took 47.
 """
 
 from __future__ import annotations
