@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from fused_grad_optimizer.kernels import interpreting
 from fused_grad_optimizer.storage.rounding import random_words as _random_words
 
 _random_words.__globals__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
@@ -53,6 +55,67 @@ def store_stochastic_bf16(pointers, mask, value, random16):
     tl.store(pointers.to(tl.pointer_type(tl.int16), bitcast=True), rounded.to(tl.int16), mask=mask)
 
 
+def _in_layout_of(tile, like):
+    return tl.inline_asm_elementwise("", "=r,0,r", [tile, like], tl.float32, True, 1)
+
+
+def _as_it_is(tile, like):
+    return tile
+
+
+# `in_layout_of(tile, like)`: `tile`, unchanged (both fp32). An operation of two operands, so the compiler gives `tile`
+# the layout of `like`, by one conversion, where it would otherwise carry the layout of `tile` further and convert more
+# values there. There is no instruction in it.
+in_layout_of = triton.jit(_as_it_is if interpreting() or torch.version.hip else _in_layout_of)
+
+
+@triton.jit
+def load_tile(weight, states, offsets, mask):
+    """W and states at `offsets` (int64 element offsets), as they are stored: a tuple, W first."""
+    values = (tl.load(weight + offsets, mask=mask, other=0.0),)
+    for i in tl.static_range(len(states)):
+        values = values + (tl.load(states[i] + offsets, mask=mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def update_tile(
+    weight,
+    states,
+    offsets,
+    index,
+    mask,
+    values,
+    g,
+    h,
+    keys,
+    parameter,
+    RULE: tl.constexpr,
+    STORES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Apply the rule to gradient `g` and the `values` of `load_tile`, and store the results.
+
+    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits.
+    """
+    wide = ()
+    for i in tl.static_range(len(values)):
+        wide = wide + (values[i].to(tl.float32),)
+    results = RULE(h, wide[0], g, *wide[1:])
+    if STOCHASTIC:
+        key0, key1 = parameter_keys(keys, parameter)
+        first, second = random_words(index, key0, key1)
+    else:
+        first = index
+        second = index
+    STORES[0](weight + offsets, mask, results[0], first & 0xFFFF)
+    for i in tl.static_range(len(states)):
+        word = first if i == 0 else second
+        # states 0, 1, 2 take bits 16-31 of the first word, then 0-15 and 16-31 of the second
+        bits = (word & 0xFFFF) if i == 1 else ((word >> 16) & 0xFFFF)
+        STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)
+
+
 @triton.jit
 def step_tile(
     weight,
@@ -68,24 +131,6 @@ def step_tile(
     STORES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Load W and states at `offsets` (int64 element offsets), apply the rule to gradient `g`, store them back.
-
-    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits.
-    """
-    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
-    values = ()
-    for i in tl.static_range(len(states)):
-        values = values + (tl.load(states[i] + offsets, mask=mask, other=0.0).to(tl.float32),)
-    results = RULE(h, p, g, *values)
-    if STOCHASTIC:
-        key0, key1 = parameter_keys(keys, parameter)
-        first, second = random_words(index, key0, key1)
-    else:
-        first = index
-        second = index
-    STORES[0](weight + offsets, mask, results[0], first & 0xFFFF)
-    for i in tl.static_range(len(states)):
-        word = first if i == 0 else second
-        # states 0, 1, 2 take bits 16-31 of the first word, then 0-15 and 16-31 of the second
-        bits = (word & 0xFFFF) if i == 1 else ((word >> 16) & 0xFFFF)
-        STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)
+    """`load_tile`, then `update_tile`."""
+    values = load_tile(weight, states, offsets, mask)
+    update_tile(weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC)

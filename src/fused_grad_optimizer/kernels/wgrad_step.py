@@ -4,19 +4,24 @@
     g   = scale * (acc + R) + dense   R: embedding rows, dense: a gradient that is a tensor; both optional
     W, states = rule(W, g, states)    stored back; acc is dropped
 
-dY [T, N] is read transposed in place. Several (dY, X) pairs are one longer mainloop over a table of segments. Source of
+The rule takes the tile piece by piece, so that one piece of W and states is in registers at a time; a piece goes once
+through shared memory, from the layout of the matrix instruction to one in which W and states are read and written in
+long runs of a row. dY [T, N] is read transposed in place. Several (dY, X) pairs are one longer mainloop over a table of segments. Source of
 the scheme: arXiv 2606.22932. With `STORE_ONLY` the same mainloop writes g in fp32 instead: the unfused reference, the
 gradient norm and `to_dense` use it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from fused_grad_optimizer.kernels._device import load_scalars, step_tile
-from fused_grad_optimizer.kernels.configs import gemm_config
+from fused_grad_optimizer.kernels._device import in_layout_of, load_scalars, load_tile, update_tile
+from fused_grad_optimizer.kernels import interpreting
+from fused_grad_optimizer.kernels.configs import GemmConfig, capability, gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 
@@ -24,20 +29,48 @@ from fused_grad_optimizer.kernels.factors import Gradient, Target
 def _accumulate(
     acc, dy, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """acc += dY^T X over one segment. dY is loaded as [BLOCK_T, BLOCK_N] and transposed in registers."""
+    """acc += dY^T X over one segment. dY is read as its transpose, [BLOCK_N, BLOCK_T], contiguous along rows."""
     offs_t = tl.arange(0, BLOCK_T)
-    dy_pointers = dy + offs_t[:, None].to(tl.int64) * dy_stride + offs_n[None, :]
+    dy_pointers = dy + offs_t[None, :].to(tl.int64) * dy_stride + offs_n[:, None]
     x_pointers = x + offs_t[:, None].to(tl.int64) * x_stride + offs_k[None, :]
-    mask_n = offs_n[None, :] < n
+    mask_n = offs_n[:, None] < n
     mask_k = offs_k[None, :] < k
     for start in range(0, tokens, BLOCK_T):
-        inside = (start + offs_t)[:, None] < tokens
-        a = tl.load(dy_pointers, mask=inside & mask_n, other=0.0)
-        b = tl.load(x_pointers, mask=inside & mask_k, other=0.0)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
+        inside = start + offs_t < tokens
+        a = tl.load(dy_pointers, mask=inside[None, :] & mask_n, other=0.0)
+        b = tl.load(x_pointers, mask=inside[:, None] & mask_k, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dy_pointers += BLOCK_T * dy_stride
         x_pointers += BLOCK_T * x_stride
     return acc
+
+
+@triton.jit
+def _pieces(tile, offs_n, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, HALVE_ROWS: tl.constexpr):
+    """`tile` [N, K] cut into pieces of WIDTH columns, left to right, and the row numbers of the pieces.
+
+    With HALVE_ROWS there are two pieces for each WIDTH columns: rows whose number has bit 3 clear, and the others.
+    Pieces are made by reshape, permute and split. In the accumulator of an NVIDIA mma instruction a thread holds rows
+    r and r + 8, and columns far apart; so it keeps what it holds, and nothing moves between threads.
+    """
+    columns = (tile,)
+    for i in tl.static_range((K // WIDTH).bit_length() - 1):
+        halves = ()
+        for j in tl.static_range(2**i):
+            left, right = tl.split(tl.permute(tl.reshape(columns[j], (N, 2, K // (2 << i))), (0, 2, 1)))
+            halves = halves + (left, right)
+        columns = halves
+    if HALVE_ROWS:
+        pieces = ()
+        for j in tl.static_range(len(columns)):
+            low, high = tl.split(tl.permute(tl.reshape(columns[j], (N // 16, 2, 8, WIDTH)), (0, 2, 3, 1)))
+            pieces = pieces + (tl.reshape(low, (N // 2, WIDTH)), tl.reshape(high, (N // 2, WIDTH)))
+        first, second = tl.split(tl.permute(tl.reshape(offs_n, (N // 16, 2, 8)), (0, 2, 1)))
+        rows = (tl.reshape(first, (N // 2,)), tl.reshape(second, (N // 2,)))
+    else:
+        pieces = columns
+        rows = (offs_n,)
+    return pieces, rows
 
 
 @triton.jit
@@ -61,6 +94,70 @@ def _launch_metadata(grid, kernel, args):
     tensors = [args["weight"], *args["states"]]
     moved = sum(2 * t.element_size() * n * k for t in tensors) + 2 * tokens * (n + k)
     return {"name": f"{kernel.name} <{n}x{k}, T={tokens}>", "flops": 2 * n * k * tokens, "bytes": moved}
+
+
+@triton.jit
+def _place(offs_n, start, n, k, row_start, WIDTH: tl.constexpr):
+    """Of columns start : start + WIDTH: the columns, the int64 offset of each element in the weight, and the mask."""
+    offs_k = start + tl.arange(0, WIDTH)
+    offsets = (row_start + offs_n)[:, None].to(tl.int64) * k + offs_k[None, :]
+    return offs_k, offsets, (offs_n < n)[:, None] & (offs_k < k)[None, :]
+
+
+@triton.jit
+def _rest_of_gradient(g, row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start):
+    """scale * (g + R) + dense, for a slice `g` of the accumulator."""
+    if row_map is not None:
+        row = tl.load(row_map + row_start + offs_n, mask=offs_n < n, other=-1)
+        found = (row >= 0)[:, None] & mask
+        g += tl.load(row_sums + row[:, None].to(tl.int64) * k + offs_k[None, :], mask=found, other=0.0).to(tl.float32)
+    if scale is not None:
+        g = g * tl.load(scale).to(tl.float32)
+    if dense is not None:
+        g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
+    return g
+
+
+@triton.jit
+def _store_pieces(
+    pieces, out, row_map, row_sums, dense, scale, rows, start, n, k, row_start, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The whole gradient of each piece to `out` (fp32), whose first row is `row_start`."""
+    for i in tl.static_range(len(pieces)):
+        offs_n = rows[i % len(rows)]
+        offs_k, offsets, mask = _place(offs_n, start + i // len(rows) * WIDTH, n, k, row_start, WIDTH)
+        g = _rest_of_gradient(
+            pieces[i], row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start
+        )
+        tl.store(out + offs_n[:, None].to(tl.int64) * k + offs_k[None, :], g, mask=mask)
+
+
+@triton.jit
+def _step_pieces(
+    pieces, weight, states, row_map, row_sums, dense, scale, scalars, keys, rows, start, n, k, row_start, parameter,
+    RULE: tl.constexpr, STORES: tl.constexpr, STOCHASTIC: tl.constexpr, SCALARS: tl.constexpr, WIDTH: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """The rule on each piece. With PREFETCH, W and states of a piece are loaded before the piece before it is done."""
+    offs_k, offsets, mask = _place(rows[0], start, n, k, row_start, WIDTH)
+    values = load_tile(weight, states, offsets, mask)
+    for i in tl.static_range(len(pieces)):
+        offs_n = rows[i % len(rows)]
+        column = start + (i + 1) // len(rows) * WIDTH
+        if PREFETCH and i + 1 < len(pieces):
+            next_k, next_offsets, next_mask = _place(rows[(i + 1) % len(rows)], column, n, k, row_start, WIDTH)
+            next_values = load_tile(weight, states, next_offsets, next_mask)
+        g = in_layout_of(pieces[i], values[0].to(tl.float32))  # that of whole rows of the piece
+        g = _rest_of_gradient(g, row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start)
+        h = load_scalars(scalars, SCALARS)  # for each piece again: they come from L1, and free the registers between
+        update_tile(
+            weight, states, offsets, offsets.to(tl.int32), mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC
+        )
+        if i + 1 < len(pieces):
+            if not PREFETCH:
+                next_k, next_offsets, next_mask = _place(rows[(i + 1) % len(rows)], column, n, k, row_start, WIDTH)
+                next_values = load_tile(weight, states, next_offsets, next_mask)
+            offs_k, offsets, mask, values = next_k, next_offsets, next_mask, next_values
 
 
 @triton.jit(
@@ -101,10 +198,13 @@ def wgrad_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    HALVE_ROWS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
-    `table` (int64 [segments, 5]: address of dY, address of X, tokens, row stride of dY, row stride of X) is None for a
+    `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens, row stride of dY, row stride of X) is None for a
     single segment. `flag` (int32): a value other than 0 leaves everything untouched.
     """
     if flag is not None:
@@ -113,14 +213,13 @@ def wgrad_step_kernel(
     tile_n, tile_k = _tile_of(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), GROUP)
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows = row_start + offs_n
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     if table is None:
-        acc = _accumulate(acc, dy + row_start, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION)
+        acc = _accumulate(acc, dy, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION)
     else:
         for s in range(segments):
             entry = table + s * 5
-            a = tl.load(entry).to(dy.dtype) + row_start
+            a = tl.load(entry).to(dy.dtype)
             b = tl.load(entry + 1).to(x.dtype)
             if ALIGNED:
                 a = tl.multiple_of(a, 16)
@@ -128,35 +227,28 @@ def wgrad_step_kernel(
             a_stride = tl.load(entry + 3)
             b_stride = tl.load(entry + 4)
             if ALIGNED:
-                a_stride = tl.multiple_of(a_stride, 8)
-                b_stride = tl.multiple_of(b_stride, 8)
+                a_stride = tl.multiple_of(a_stride, 128 // dy.dtype.element_ty.primitive_bitwidth)
+                b_stride = tl.multiple_of(b_stride, 128 // x.dtype.element_ty.primitive_bitwidth)
             acc = _accumulate(
                 acc, a, b, tl.load(entry + 2).to(tl.int32), a_stride, b_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION
             )
-    mask_n = offs_n < n
-    mask = mask_n[:, None] & (offs_k < k)[None, :]
-    if row_map is not None:
-        row = tl.load(row_map + rows, mask=mask_n, other=-1)
-        found = (row >= 0)[:, None] & mask
-        acc += tl.load(row_sums + row[:, None].to(tl.int64) * k + offs_k[None, :], mask=found, other=0.0).to(tl.float32)
-    if scale is not None:
-        acc = acc * tl.load(scale).to(tl.float32)
-    offsets = rows[:, None].to(tl.int64) * k + offs_k[None, :]
-    if dense is not None:
-        acc += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
+    pieces, rows = _pieces(acc, offs_n, BLOCK_N, BLOCK_K, PIECE, HALVE_ROWS)
+    start = tile_k * BLOCK_K
     if STORE_ONLY:
-        tl.store(weight + offs_n[:, None].to(tl.int64) * k + offs_k[None, :], acc, mask=mask)
+        _store_pieces(pieces, weight, row_map, row_sums, dense, scale, rows, start, n, k, row_start, PIECE)
     else:
-        h = load_scalars(scalars, SCALARS)
-        index = (rows[:, None] * k + offs_k[None, :]).to(tl.int32)
-        step_tile(weight, states, offsets, index, mask, acc, h, keys, parameter, RULE, STORES, STOCHASTIC)
+        _step_pieces(
+            pieces, weight, states, row_map, row_sums, dense, scale, scalars, keys, rows, start, n, k, row_start,
+            parameter, RULE, STORES, STOCHASTIC, SCALARS, PIECE, PREFETCH,
+        )  # fmt: skip
 
 
-def _segment_table(gradient: Gradient) -> torch.Tensor | None:
+def _segment_table(gradient: Gradient, row_start: int) -> torch.Tensor | None:
     if len(gradient.dys) == 1:
         return None
+    skipped = row_start * gradient.dys[0].element_size()
     rows = [
-        (dy.data_ptr(), x.data_ptr(), dy.shape[0], dy.stride(0), x.stride(0))
+        (dy.data_ptr() + skipped, x.data_ptr(), dy.shape[0], dy.stride(0), x.stride(0))
         for dy, x in zip(gradient.dys, gradient.xs)
     ]
     host = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -164,9 +256,32 @@ def _segment_table(gradient: Gradient) -> torch.Tensor | None:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _aligned(gradient: Gradient) -> bool:
+def _aligned(gradient: Gradient, row_start: int) -> bool:
+    """Whether every row of dY (from `row_start`) and X begins at a multiple of 16 bytes."""
     tensors = gradient.dys + gradient.xs
-    return all(t.data_ptr() % 16 == 0 and (t.stride(0) * t.element_size()) % 16 == 0 for t in tensors)
+    starts = all(t.data_ptr() % 16 == 0 and (t.stride(0) * t.element_size()) % 16 == 0 for t in tensors)
+    return starts and row_start * gradient.dys[0].element_size() % 16 == 0
+
+
+_ALL_REGISTERS = 255  # of a thread. Without any limit the compiler may spill a few to be below one of its own
+
+
+def launch_options(config: GemmConfig, gradient: Gradient, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """The constants and compiler options of a configuration; `tensors` are what is written.
+
+    The configuration's limit on registers is for a plain dY^T X and tensors of one dtype; the rest needs more.
+    """
+    options: dict[str, Any] = {
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BLOCK_T": config.block_t, "GROUP": config.group,
+        "PIECE": config.piece, "HALVE_ROWS": config.halve_rows, "PREFETCH": config.prefetch,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "enable_fp_fusion": False,  # so that this kernel and param_step round alike, bit for bit
+    }  # fmt: skip
+    if torch.version.hip is None and not interpreting():
+        plain = len(gradient.dys) == 1 and gradient.row_map is None and gradient.dense is None
+        limited = plain and len({t.dtype for t in tensors}) == 1
+        options["maxnreg"] = config.registers if limited else _ALL_REGISTERS
+    return options
 
 
 def launch(
@@ -183,19 +298,23 @@ def launch(
     update=None,
     stores: tuple = (),
     stochastic: bool = False,
+    config: GemmConfig | None = None,
 ) -> None:
     """Launch on rows `row_start : row_start + n`: the fused step on `target`, or `out` (fp32 [n, k]) stores g.
 
-    At least one (dY, X) pair is needed; inputs have a unit stride in their last dimension.
+    At least one (dY, X) pair is needed; inputs have a unit stride in their last dimension. `config` replaces the
+    configuration chosen by size, dtype and device.
     """
     dy, x = gradient.dys[0], gradient.xs[0]
-    config = gemm_config(n, k, dy.dtype)
-    table = _segment_table(gradient)
+    aligned = _aligned(gradient, row_start)
+    if config is None:
+        config = gemm_config(n, k, dy.dtype, aligned=aligned, compute_capability=capability(dy.device))
+    table = _segment_table(gradient, row_start)
     precision = "tf32" if dy.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     wgrad_step_kernel[(triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k),)](
         target.weight if target is not None else out,
         tuple(target.states) if target is not None else (),
-        dy,
+        dy[:, row_start:] if row_start else dy,  # so that Triton sees how the address is aligned
         x,
         dy.shape[0],
         dy.stride(0),
@@ -220,12 +339,6 @@ def launch(
         SCALARS=scalars.numel() if scalars is not None else 0,
         STORE_ONLY=target is None,
         PRECISION=precision,
-        ALIGNED=table is not None and _aligned(gradient),
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        BLOCK_T=config.block_t,
-        GROUP=config.group,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=False,  # so that this kernel and param_step round alike, bit for bit
+        ALIGNED=table is not None and aligned,
+        **launch_options(config, gradient, [target.weight, *target.states] if target is not None else [out]),
     )
