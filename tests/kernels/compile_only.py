@@ -46,7 +46,7 @@ class FakeDriver:
 
 
 def variants(sm: int) -> Iterator[tuple[str, object, tuple, dict]]:
-    """(label, kernel, arguments, constants): every rule, storages, parts of a gradient, sizes; and the other kernels."""
+    """(label, kernel, arguments, constants): rules, storages, parts of a gradient, sizes; and the other kernels."""
     adamw = UPDATES["adamw"]
     for update in UPDATES.values():
         for storage, parts in (("bf16", False), ("bf16", True), ("fp32", update is not adamw)):

@@ -7,14 +7,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import triton
-
 COUNTED = ("LDL", "STL", "HGMMA", "UTMALDG")  # loads and stores of spilled registers; wgmma and TMA instructions
 SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes of a block; sm_80 also stands for sm_86
 
 
 def measure(compiled) -> dict[str, int]:
     """Bytes of shared memory, and how often each of COUNTED occurs."""
+    import triton
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

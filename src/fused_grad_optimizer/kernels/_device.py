@@ -1,4 +1,4 @@
-"""Device functions shared by the Triton kernels: scalars, random bits, storages, applying a rule to a tile."""
+"""Device functions of the Triton kernels: scalars, random bits, storages, pieces of a tile, applying a rule to one."""
 
 from __future__ import annotations
 
@@ -53,6 +53,34 @@ def store_stochastic_bf16(pointers, mask, value, random16):
     bits = value.to(tl.int32, bitcast=True)
     rounded = tl.where(value == value, bits + random16, 0x7FC00000) >> 16
     tl.store(pointers.to(tl.pointer_type(tl.int16), bitcast=True), rounded.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def pieces_of(tile, offs_n, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, HALVE_ROWS: tl.constexpr):
+    """`tile` [N, K] cut into pieces of WIDTH columns, left to right, and the row numbers of the pieces.
+
+    With HALVE_ROWS there are two pieces for each WIDTH columns: rows whose number has bit 3 clear, and the others.
+    Pieces are made by reshape, permute and split. In the accumulator of an NVIDIA mma instruction a thread holds rows
+    r and r + 8, and columns far apart; so it keeps what it holds, and nothing moves between threads.
+    """
+    columns = (tile,)
+    for i in tl.static_range((K // WIDTH).bit_length() - 1):
+        halves = ()
+        for j in tl.static_range(2**i):
+            left, right = tl.split(tl.permute(tl.reshape(columns[j], (N, 2, K // (2 << i))), (0, 2, 1)))
+            halves = halves + (left, right)
+        columns = halves
+    if HALVE_ROWS:
+        pieces = ()
+        for j in tl.static_range(len(columns)):
+            low, high = tl.split(tl.permute(tl.reshape(columns[j], (N // 16, 2, 8, WIDTH)), (0, 2, 3, 1)))
+            pieces = pieces + (tl.reshape(low, (N // 2, WIDTH)), tl.reshape(high, (N // 2, WIDTH)))
+        first, second = tl.split(tl.permute(tl.reshape(offs_n, (N // 16, 2, 8)), (0, 2, 1)))
+        rows = (tl.reshape(first, (N // 2,)), tl.reshape(second, (N // 2,)))
+    else:
+        pieces = columns
+        rows = (offs_n,)
+    return pieces, rows
 
 
 def _in_layout_of(tile, like):

@@ -72,8 +72,10 @@ def hopper_config(element_bytes: int) -> HopperConfig:
 _WIDE = GemmConfig(128, 128, 32, 8, 8, 3, registers=128)  # two blocks a multiprocessor
 _MIDDLE = GemmConfig(64, 128, 32, 8, 4, 3, registers=168)  # three
 _SMALL = GemmConfig(64, 64, 64, 8, 4, 3)
-_WIDE_FP32 = GemmConfig(128, 64, 16, 8, 8, 2, halve_rows=False)  # no tensor cores: the products take registers too
-_SMALL_FP32 = GemmConfig(64, 64, 16, 8, 4, 3, halve_rows=False)
+_WIDE_FP32 = GemmConfig(
+    128, 64, 16, 8, 8, 2, halve_rows=False, registers=128
+)  # no tensor cores: the products take registers too
+_SMALL_FP32 = GemmConfig(64, 64, 16, 8, 8, 3, halve_rows=False)
 _TILES = 200  # at least, so that a hundred multiprocessors or more have work
 
 

@@ -6,9 +6,9 @@
 
 The rule takes the tile piece by piece, so that one piece of W and states is in registers at a time; a piece goes once
 through shared memory, from the layout of the matrix instruction to one in which W and states are read and written in
-long runs of a row. dY [T, N] is read transposed in place. Several (dY, X) pairs are one longer mainloop over a table of segments. Source of
-the scheme: arXiv 2606.22932. With `STORE_ONLY` the same mainloop writes g in fp32 instead: the unfused reference, the
-gradient norm and `to_dense` use it.
+long runs of a row. dY [T, N] is read transposed in place. Several (dY, X) pairs are one longer mainloop over a table of
+segments. Source of the scheme: arXiv 2606.22932. With `STORE_ONLY` the same mainloop writes g in fp32 instead: the
+unfused reference, the gradient norm and `to_dense` use it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_grad_optimizer.kernels._device import in_layout_of, load_scalars, load_tile, update_tile
 from fused_grad_optimizer.kernels import interpreting
+from fused_grad_optimizer.kernels._device import in_layout_of, load_scalars, load_tile, pieces_of, update_tile
 from fused_grad_optimizer.kernels.configs import GemmConfig, capability, gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
@@ -43,34 +43,6 @@ def _accumulate(
         dy_pointers += BLOCK_T * dy_stride
         x_pointers += BLOCK_T * x_stride
     return acc
-
-
-@triton.jit
-def _pieces(tile, offs_n, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, HALVE_ROWS: tl.constexpr):
-    """`tile` [N, K] cut into pieces of WIDTH columns, left to right, and the row numbers of the pieces.
-
-    With HALVE_ROWS there are two pieces for each WIDTH columns: rows whose number has bit 3 clear, and the others.
-    Pieces are made by reshape, permute and split. In the accumulator of an NVIDIA mma instruction a thread holds rows
-    r and r + 8, and columns far apart; so it keeps what it holds, and nothing moves between threads.
-    """
-    columns = (tile,)
-    for i in tl.static_range((K // WIDTH).bit_length() - 1):
-        halves = ()
-        for j in tl.static_range(2**i):
-            left, right = tl.split(tl.permute(tl.reshape(columns[j], (N, 2, K // (2 << i))), (0, 2, 1)))
-            halves = halves + (left, right)
-        columns = halves
-    if HALVE_ROWS:
-        pieces = ()
-        for j in tl.static_range(len(columns)):
-            low, high = tl.split(tl.permute(tl.reshape(columns[j], (N // 16, 2, 8, WIDTH)), (0, 2, 3, 1)))
-            pieces = pieces + (tl.reshape(low, (N // 2, WIDTH)), tl.reshape(high, (N // 2, WIDTH)))
-        first, second = tl.split(tl.permute(tl.reshape(offs_n, (N // 16, 2, 8)), (0, 2, 1)))
-        rows = (tl.reshape(first, (N // 2,)), tl.reshape(second, (N // 2,)))
-    else:
-        pieces = columns
-        rows = (offs_n,)
-    return pieces, rows
 
 
 @triton.jit
@@ -204,8 +176,9 @@ def wgrad_step_kernel(
 ):
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
-    `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens, row stride of dY, row stride of X) is None for a
-    single segment. `flag` (int32): a value other than 0 leaves everything untouched.
+    `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens,
+    row stride of dY, row stride of X) is None for a single segment. `flag` (int32): a value other than 0 leaves
+    everything untouched.
     """
     if flag is not None:
         if tl.load(flag) != 0:
@@ -232,7 +205,7 @@ def wgrad_step_kernel(
             acc = _accumulate(
                 acc, a, b, tl.load(entry + 2).to(tl.int32), a_stride, b_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION
             )
-    pieces, rows = _pieces(acc, offs_n, BLOCK_N, BLOCK_K, PIECE, HALVE_ROWS)
+    pieces, rows = pieces_of(acc, offs_n, BLOCK_N, BLOCK_K, PIECE, HALVE_ROWS)
     start = tile_k * BLOCK_K
     if STORE_ONLY:
         _store_pieces(pieces, weight, row_map, row_sums, dense, scale, rows, start, n, k, row_start, PIECE)
@@ -267,7 +240,7 @@ _ALL_REGISTERS = 255  # of a thread. Without any limit the compiler may spill a 
 
 
 def launch_options(config: GemmConfig, gradient: Gradient, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """The constants and compiler options of a configuration; `tensors` are what is written.
+    """The constants and compiler options of a configuration; `tensors`: W and its states, if any.
 
     The configuration's limit on registers is for a plain dY^T X and tensors of one dtype; the rest needs more.
     """
@@ -279,7 +252,7 @@ def launch_options(config: GemmConfig, gradient: Gradient, tensors: list[torch.T
     }  # fmt: skip
     if torch.version.hip is None and not interpreting():
         plain = len(gradient.dys) == 1 and gradient.row_map is None and gradient.dense is None
-        limited = plain and len({t.dtype for t in tensors}) == 1
+        limited = plain and len({t.dtype for t in tensors}) <= 1
         options["maxnreg"] = config.registers if limited else _ALL_REGISTERS
     return options
 
@@ -340,5 +313,5 @@ def launch(
         STORE_ONLY=target is None,
         PRECISION=precision,
         ALIGNED=table is not None and aligned,
-        **launch_options(config, gradient, [target.weight, *target.states] if target is not None else [out]),
+        **launch_options(config, gradient, [target.weight, *target.states] if target is not None else []),
     )
