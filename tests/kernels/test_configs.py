@@ -31,6 +31,7 @@ CONFIGS = {
     "middle": configs._MIDDLE,
     "middle, all rows": replace(configs._MIDDLE, halve_rows=False),
     "small": configs._SMALL,
+    "odd": configs._ODD,
     "one piece": replace(configs._SMALL, piece=64, halve_rows=False),
     "wide fp32": configs._WIDE_FP32,
     "small fp32": configs._SMALL_FP32,
@@ -92,8 +93,9 @@ def test_choice_by_size_dtype_and_device():
     assert gemm_config(14336, 4096, bf16, compute_capability=hopper) is configs._WIDE
     assert gemm_config(14336, 4096, bf16, compute_capability=ampere) is configs._MIDDLE
     assert gemm_config(14336, 4096, torch.float32, compute_capability=hopper) is configs._WIDE_FP32
-    for n, k, aligned in ((512, 512, True), (14336, 4095, True), (14333, 4096, True), (14336, 4096, False)):
-        assert gemm_config(n, k, bf16, aligned=aligned, compute_capability=hopper) is configs._SMALL
+    assert gemm_config(512, 512, bf16, compute_capability=hopper) is configs._SMALL
+    for n, k, aligned in ((14336, 4095, True), (14333, 4096, True), (14336, 4096, False)):
+        assert gemm_config(n, k, bf16, aligned=aligned, compute_capability=hopper) is configs._ODD
 
 
 @pytest.mark.parametrize("name", ["wide", "middle", "small", "wide fp32", "small fp32"])

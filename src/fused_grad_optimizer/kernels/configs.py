@@ -72,9 +72,9 @@ def hopper_config(element_bytes: int) -> HopperConfig:
 _WIDE = GemmConfig(128, 128, 32, 8, 8, 3, registers=128)  # two blocks a multiprocessor
 _MIDDLE = GemmConfig(64, 128, 32, 8, 4, 3, registers=168)  # three
 _SMALL = GemmConfig(64, 64, 64, 8, 4, 3)
-_WIDE_FP32 = GemmConfig(
-    128, 64, 16, 8, 8, 2, halve_rows=False, registers=128
-)  # no tensor cores: the products take registers too
+_ODD = GemmConfig(64, 64, 32, 8, 8, 3)  # element by element, which takes registers for addresses and masks
+# Without tensor cores the products take registers too, and rows 8 apart are not in one thread.
+_WIDE_FP32 = GemmConfig(128, 64, 16, 8, 8, 2, halve_rows=False)
 _SMALL_FP32 = GemmConfig(64, 64, 16, 8, 8, 3, halve_rows=False)
 _TILES = 200  # at least, so that a hundred multiprocessors or more have work
 
@@ -106,13 +106,14 @@ def gemm_config(
     """
     if compute_capability is None:
         compute_capability = capability(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    odd = not aligned or n % 16 != 0 or k % 16 != 0
     if input_dtype == torch.float32:
         large, small = _WIDE_FP32, _SMALL_FP32
     else:
-        large, small = (_WIDE if compute_capability[0] in (9, 10) else _MIDDLE), _SMALL
-    if not aligned or n % 16 or k % 16:  # element by element, which takes registers for addresses and masks
+        large, small = (_WIDE if compute_capability[0] in (9, 10) else _MIDDLE), (_ODD if odd else _SMALL)
+    if odd or -(-n // large.block_n) * -(-k // large.block_k) < _TILES:
         return small
-    return large if -(-n // large.block_n) * -(-k // large.block_k) >= _TILES else small
+    return large
 
 
 PARAM_BLOCK = 1024
