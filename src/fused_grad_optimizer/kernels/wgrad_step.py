@@ -78,7 +78,7 @@ def _place(offs_n, start, n, k, row_start, WIDTH: tl.constexpr):
 
 @triton.jit
 def _rest_of_gradient(g, row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start):
-    """scale * (g + R) + dense, for a slice `g` of the accumulator."""
+    """scale * (g + R) + dense, for a piece `g` of the accumulator."""
     if row_map is not None:
         row = tl.load(row_map + row_start + offs_n, mask=offs_n < n, other=-1)
         found = (row >= 0)[:, None] & mask
