@@ -1,10 +1,12 @@
-"""Device functions shared by the Triton kernels: scalars, random bits, storages, applying a rule to a tile."""
+"""Device functions of the Triton kernels: scalars, random bits, storages, pieces of a tile, applying a rule to one."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
+from fused_grad_optimizer.kernels import interpreting
 from fused_grad_optimizer.storage import rounding
 
 rounding.__dict__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
@@ -87,6 +89,93 @@ def _random16(word, index, STORAGE: tl.constexpr, PAIRED: tl.constexpr):
 
 
 @triton.jit
+def pieces_of(tile, offs_n, N: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, HALVE_ROWS: tl.constexpr):
+    """`tile` [N, K] cut into pieces of WIDTH columns, left to right, and the row numbers of the pieces.
+
+    With HALVE_ROWS there are two pieces for each WIDTH columns: rows whose number has bit 3 clear, and the others.
+    Pieces are made by reshape, permute and split. In the accumulator of an NVIDIA mma instruction a thread holds rows
+    r and r + 8, and columns far apart; so it keeps what it holds, and nothing moves between threads.
+    """
+    columns = (tile,)
+    for i in tl.static_range((K // WIDTH).bit_length() - 1):
+        halves = ()
+        for j in tl.static_range(2**i):
+            left, right = tl.split(tl.permute(tl.reshape(columns[j], (N, 2, K // (2 << i))), (0, 2, 1)))
+            halves = halves + (left, right)
+        columns = halves
+    if HALVE_ROWS:
+        pieces = ()
+        for j in tl.static_range(len(columns)):
+            low, high = tl.split(tl.permute(tl.reshape(columns[j], (N // 16, 2, 8, WIDTH)), (0, 2, 3, 1)))
+            pieces = pieces + (tl.reshape(low, (N // 2, WIDTH)), tl.reshape(high, (N // 2, WIDTH)))
+        first, second = tl.split(tl.permute(tl.reshape(offs_n, (N // 16, 2, 8)), (0, 2, 1)))
+        rows = (tl.reshape(first, (N // 2,)), tl.reshape(second, (N // 2,)))
+    else:
+        pieces = columns
+        rows = (offs_n,)
+    return pieces, rows
+
+
+def _in_layout_of(tile, like):
+    return tl.inline_asm_elementwise("", "=r,0,r", [tile, like], tl.float32, True, 1)
+
+
+def _as_it_is(tile, like):
+    return tile
+
+
+# `in_layout_of(tile, like)`: `tile`, unchanged (both fp32). An operation of two operands, so the compiler gives `tile`
+# the layout of `like`, by one conversion, where it would otherwise carry the layout of `tile` further and convert more
+# values there. There is no instruction in it.
+in_layout_of = triton.jit(_as_it_is if interpreting() or torch.version.hip else _in_layout_of)
+
+
+@triton.jit
+def load_tile(weight, states, offsets, mask):
+    """W and states at `offsets` (int64 element offsets), as they are stored: a tuple, W first."""
+    values = (tl.load(weight + offsets, mask=mask, other=0.0),)
+    for i in tl.static_range(len(states)):
+        values = values + (tl.load(states[i] + offsets, mask=mask, other=0.0),)
+    return values
+
+
+@triton.jit
+def update_tile(
+    weight,
+    states,
+    offsets,
+    index,
+    mask,
+    values,
+    g,
+    h,
+    keys,
+    parameter,
+    RULE: tl.constexpr,
+    STORES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """Apply the rule to gradient `g` and the `values` of `load_tile`, and store the results.
+
+    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits. PAIRED: along the last
+    dimension elements 2i and 2i + 1 always are a pair, which is hashed once.
+    """
+    wide = ()
+    for i in tl.static_range(len(values)):
+        wide = wide + (values[i].to(tl.float32),)
+    results = RULE(h, wide[0], g, *wide[1:])
+    word = index
+    if STOCHASTIC:
+        key0, key1 = parameter_keys(keys, parameter)
+        word = hash_pairs(_pairs(index, PAIRED), key0, key1)
+    STORES[0](weight + offsets, mask, results[0], _random16(word, index, 0, PAIRED and STOCHASTIC))
+    for i in tl.static_range(len(states)):
+        bits = _random16(word, index, i + 1, PAIRED and STOCHASTIC)
+        STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)
+
+
+@triton.jit
 def step_tile(
     weight,
     states,
@@ -102,21 +191,6 @@ def step_tile(
     STOCHASTIC: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """Load W and states at `offsets` (int64 element offsets), apply the rule to gradient `g`, store them back.
-
-    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits. PAIRED: along the last
-    dimension elements 2i and 2i + 1 always are a pair, which is hashed once.
-    """
-    p = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
-    values = ()
-    for i in tl.static_range(len(states)):
-        values = values + (tl.load(states[i] + offsets, mask=mask, other=0.0).to(tl.float32),)
-    results = RULE(h, p, g, *values)
-    word = index
-    if STOCHASTIC:
-        key0, key1 = parameter_keys(keys, parameter)
-        word = hash_pairs(_pairs(index, PAIRED), key0, key1)
-    STORES[0](weight + offsets, mask, results[0], _random16(word, index, 0, PAIRED and STOCHASTIC))
-    for i in tl.static_range(len(states)):
-        bits = _random16(word, index, i + 1, PAIRED and STOCHASTIC)
-        STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)
+    """`load_tile`, then `update_tile`."""
+    values = load_tile(weight, states, offsets, mask)
+    update_tile(weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)

@@ -16,7 +16,12 @@ PORTABLE, HOPPER, CHUNKED = "wgrad_step", "wgrad_step_hopper", "chunked"
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile [block_n, block_k] of the weight, block_t tokens a mainloop iteration, `group` row-tiles for L2 reuse."""
+    """Of `wgrad_step`: tile [block_n, block_k], block_t tokens a mainloop iteration, `group` row-tiles for L2 reuse.
+
+    Attributes:
+        piece: columns of the tile to which the rule is applied at a time, all rows of them or, with `halve_rows`, half.
+        registers: limit for each thread, so that several blocks share a multiprocessor.
+    """
 
     block_n: int
     block_k: int
@@ -24,6 +29,9 @@ class GemmConfig:
     group: int
     num_warps: int
     num_stages: int
+    piece: int = 32
+    halve_rows: bool = True
+    registers: int = 255
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,53 @@ def hopper_config(element_bytes: int, tokens: int | None = None) -> HopperConfig
     return HopperConfig(state_slots=state_slots, slots=slots, stages=stages)
 
 
-def gemm_config(n: int, k: int, input_dtype: torch.dtype) -> GemmConfig:
-    """Configuration of the portable `wgrad_step`: 64x64 tiles, the largest whose epilogue does not spill."""
+# `wgrad_step`. None of these spills registers, with any rule and storage, on sm_80 to sm_120; operand stages take at
+# most 48 KiB of shared memory, so that two or three blocks fit where it is smallest (99 KiB).
+_WIDE = GemmConfig(128, 128, 32, 8, 8, 3, registers=128)  # two blocks a multiprocessor
+_MIDDLE = GemmConfig(64, 128, 32, 8, 4, 3, registers=168)  # three
+_SMALL = GemmConfig(64, 64, 64, 8, 4, 3)
+_ODD = GemmConfig(64, 64, 32, 8, 8, 3)  # element by element, which takes registers for addresses and masks
+# Without tensor cores the products take registers too, and rows 8 apart are not in one thread.
+_WIDE_FP32 = GemmConfig(128, 64, 16, 8, 8, 2, halve_rows=False)
+_SMALL_FP32 = GemmConfig(64, 64, 16, 8, 8, 3, halve_rows=False)
+_TILES = 200  # at least, so that a hundred multiprocessors or more have work
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
+def gemm_config(
+    n: int,
+    k: int,
+    input_dtype: torch.dtype,
+    *,
+    aligned: bool = True,
+    compute_capability: tuple[int, int] | None = None,
+) -> GemmConfig:
+    """Configuration of the portable `wgrad_step` for a weight [n, k].
+
+    Args:
+        n: rows of the weight.
+        k: columns of the weight.
+        input_dtype: of dY and X.
+        aligned: whether their rows begin at multiples of 16 bytes.
+        compute_capability: see `capability`; None for that of the current device.
+    """
+    if compute_capability is None:
+        compute_capability = capability(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    odd = not aligned or n % 16 != 0 or k % 16 != 0
     if input_dtype == torch.float32:
-        return GemmConfig(64, 64, 32, 8, 4, 2)
-    return GemmConfig(64, 64, 64, 8, 4, 3)
+        large, small = _WIDE_FP32, _SMALL_FP32
+    else:
+        large, small = (_WIDE if compute_capability[0] in (9, 10) else _MIDDLE), (_ODD if odd else _SMALL)
+    if odd or -(-n // large.block_n) * -(-k // large.block_k) < _TILES:
+        return small
+    return large
 
 
 # What `forge bench tune` times: fields that differ from the configuration above, for each path.

@@ -127,7 +127,7 @@ def launcher(
     launch = _module(choice.path).launch
     if choice.path == HOPPER:
         return launch, {"config": _hopper_config(sum([t.element_size() for t in targets]), tokens, choice.config)}
-    changes = dict(choice.config)
+    changes: dict[str, Any] = dict(choice.config)
     if choice.path == CHUNKED:
         return launch, {"config": ChunkConfig(**changes)} if changes else {}
     return launch, {"config": replace(gemm_config(n, k, inputs), **changes)} if changes else {}

@@ -4,20 +4,24 @@
     g   = scale * (acc + R) + dense   R: embedding rows, dense: a gradient that is a tensor; both optional
     W, states = rule(W, g, states)    stored back; acc is dropped
 
-dY [T, N] is read transposed in place. Several (dY, X) pairs are one longer mainloop over a table of segments. Source of
-the scheme: arXiv 2606.22932. With `STORE_ONLY` the same mainloop writes g in fp32 instead: the unfused reference, the
-gradient norm and `to_dense` use it.
+The rule takes the tile piece by piece, so that one piece of W and states is in registers at a time; a piece goes once
+through shared memory, from the layout of the matrix instruction to one in which W and states are read and written in
+long runs of a row. dY [T, N] is read transposed in place. Several (dY, X) pairs are one longer mainloop over a table of
+segments. Source of the scheme: arXiv 2606.22932. With `STORE_ONLY` the same mainloop writes g in fp32 instead: the
+unfused reference, the gradient norm and `to_dense` use it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from fused_grad_optimizer.kernels import launcher
-from fused_grad_optimizer.kernels._device import load_scalars, step_tile
-from fused_grad_optimizer.kernels.configs import GemmConfig, gemm_config
+from fused_grad_optimizer.kernels import interpreting, launcher
+from fused_grad_optimizer.kernels._device import in_layout_of, load_scalars, load_tile, pieces_of, update_tile
+from fused_grad_optimizer.kernels.configs import GemmConfig, capability, gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 
@@ -25,17 +29,17 @@ from fused_grad_optimizer.kernels.factors import Gradient, Target
 def _accumulate(
     acc, dy, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """acc += dY^T X over one segment. dY is loaded as [BLOCK_T, BLOCK_N] and transposed in registers."""
+    """acc += dY^T X over one segment. dY is read as its transpose, [BLOCK_N, BLOCK_T], contiguous along rows."""
     offs_t = tl.arange(0, BLOCK_T)
-    dy_pointers = dy + offs_t[:, None].to(tl.int64) * dy_stride + offs_n[None, :]
+    dy_pointers = dy + offs_t[None, :].to(tl.int64) * dy_stride + offs_n[:, None]
     x_pointers = x + offs_t[:, None].to(tl.int64) * x_stride + offs_k[None, :]
-    mask_n = offs_n[None, :] < n
+    mask_n = offs_n[:, None] < n
     mask_k = offs_k[None, :] < k
     for start in range(0, tokens, BLOCK_T):
-        inside = (start + offs_t)[:, None] < tokens
-        a = tl.load(dy_pointers, mask=inside & mask_n, other=0.0)
-        b = tl.load(x_pointers, mask=inside & mask_k, other=0.0)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
+        inside = start + offs_t < tokens
+        a = tl.load(dy_pointers, mask=inside[None, :] & mask_n, other=0.0)
+        b = tl.load(x_pointers, mask=inside[:, None] & mask_k, other=0.0)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
         dy_pointers += BLOCK_T * dy_stride
         x_pointers += BLOCK_T * x_stride
     return acc
@@ -62,6 +66,62 @@ def _launch_metadata(grid, kernel, args):
     tensors = [args["weight"], *args["states"]]
     moved = sum(2 * t.element_size() * n * k for t in tensors) + 2 * tokens * (n + k)
     return {"name": f"{kernel.name} <{n}x{k}, T={tokens}>", "flops": 2 * n * k * tokens, "bytes": moved}
+
+
+@triton.jit
+def _place(offs_n, start, n, k, row_start, WIDTH: tl.constexpr):
+    """Of columns start : start + WIDTH: the columns, the int64 offset of each element in the weight, and the mask."""
+    offs_k = start + tl.arange(0, WIDTH)
+    offsets = (row_start + offs_n)[:, None].to(tl.int64) * k + offs_k[None, :]
+    return offs_k, offsets, (offs_n < n)[:, None] & (offs_k < k)[None, :]
+
+
+@triton.jit
+def _rest_of_gradient(g, row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start):
+    """scale * (g + R) + dense, for a piece `g` of the accumulator."""
+    if row_map is not None:
+        row = tl.load(row_map + row_start + offs_n, mask=offs_n < n, other=-1)
+        found = (row >= 0)[:, None] & mask
+        g += tl.load(row_sums + row[:, None].to(tl.int64) * k + offs_k[None, :], mask=found, other=0.0).to(tl.float32)
+    if scale is not None:
+        g = g * tl.load(scale).to(tl.float32)
+    if dense is not None:
+        g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
+    return g
+
+
+@triton.jit
+def _store_pieces(
+    pieces, out, row_map, row_sums, dense, scale, rows, start, n, k, row_start, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The whole gradient of each piece to `out` (fp32), whose first row is `row_start`."""
+    for i in tl.static_range(len(pieces)):
+        offs_n = rows[i % len(rows)]
+        offs_k, offsets, mask = _place(offs_n, start + i // len(rows) * WIDTH, n, k, row_start, WIDTH)
+        g = _rest_of_gradient(
+            pieces[i], row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start
+        )
+        tl.store(out + offs_n[:, None].to(tl.int64) * k + offs_k[None, :], g, mask=mask)
+
+
+@triton.jit
+def _step_pieces(
+    pieces, weight, states, row_map, row_sums, dense, scale, scalars, keys, rows, start, n, k, row_start, parameter,
+    RULE: tl.constexpr, STORES: tl.constexpr, STOCHASTIC: tl.constexpr, SCALARS: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The rule on each piece."""
+    for i in tl.static_range(len(pieces)):
+        offs_n = rows[i % len(rows)]
+        offs_k, offsets, mask = _place(offs_n, start + i // len(rows) * WIDTH, n, k, row_start, WIDTH)
+        values = load_tile(weight, states, offsets, mask)
+        g = in_layout_of(pieces[i], values[0].to(tl.float32))  # that of whole rows of the piece
+        g = _rest_of_gradient(g, row_map, row_sums, dense, scale, offs_n, offs_k, offsets, mask, n, k, row_start)
+        h = load_scalars(scalars, SCALARS)  # for each piece again: they come from L1, and free the registers between
+        index = offsets.to(tl.int32)
+        update_tile(
+            weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED
+        )
 
 
 @triton.jit(
@@ -103,11 +163,14 @@ def wgrad_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
+    PIECE: tl.constexpr,
+    HALVE_ROWS: tl.constexpr,
 ):
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
-    `table` (int64 [segments, 5]: address of dY, address of X, tokens, row stride of dY, row stride of X) is None for a
-    single segment. PAIRED: k is even. `flag` (int32): a value other than 0 leaves everything untouched.
+    `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens,
+    row stride of dY, row stride of X) is None for a single segment. PAIRED: k is even. `flag` (int32): a value other
+    than 0 leaves everything untouched.
     """
     if flag is not None:
         if tl.load(flag) != 0:
@@ -115,14 +178,13 @@ def wgrad_step_kernel(
     tile_n, tile_k = _tile_of(tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K), GROUP)
     offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    rows = row_start + offs_n
     acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     if table is None:
-        acc = _accumulate(acc, dy + row_start, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION)
+        acc = _accumulate(acc, dy, x, tokens, dy_stride, x_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION)
     else:
         for s in range(segments):
             entry = table + s * 5
-            a = tl.load(entry).to(dy.dtype) + row_start
+            a = tl.load(entry).to(dy.dtype)
             b = tl.load(entry + 1).to(x.dtype)
             if ALIGNED:
                 a = tl.multiple_of(a, 16)
@@ -130,35 +192,28 @@ def wgrad_step_kernel(
             a_stride = tl.load(entry + 3)
             b_stride = tl.load(entry + 4)
             if ALIGNED:
-                a_stride = tl.multiple_of(a_stride, 8)
-                b_stride = tl.multiple_of(b_stride, 8)
+                a_stride = tl.multiple_of(a_stride, 128 // dy.dtype.element_ty.primitive_bitwidth)
+                b_stride = tl.multiple_of(b_stride, 128 // x.dtype.element_ty.primitive_bitwidth)
             acc = _accumulate(
                 acc, a, b, tl.load(entry + 2).to(tl.int32), a_stride, b_stride, offs_n, offs_k, n, k, BLOCK_T, PRECISION
             )
-    mask_n = offs_n < n
-    mask = mask_n[:, None] & (offs_k < k)[None, :]
-    if row_map is not None:
-        row = tl.load(row_map + rows, mask=mask_n, other=-1)
-        found = (row >= 0)[:, None] & mask
-        acc += tl.load(row_sums + row[:, None].to(tl.int64) * k + offs_k[None, :], mask=found, other=0.0).to(tl.float32)
-    if scale is not None:
-        acc = acc * tl.load(scale).to(tl.float32)
-    offsets = rows[:, None].to(tl.int64) * k + offs_k[None, :]
-    if dense is not None:
-        acc += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
+    pieces, rows = pieces_of(acc, offs_n, BLOCK_N, BLOCK_K, PIECE, HALVE_ROWS)
+    start = tile_k * BLOCK_K
     if STORE_ONLY:
-        tl.store(weight + offs_n[:, None].to(tl.int64) * k + offs_k[None, :], acc, mask=mask)
+        _store_pieces(pieces, weight, row_map, row_sums, dense, scale, rows, start, n, k, row_start, PIECE)
     else:
-        h = load_scalars(scalars, SCALARS)
-        index = (rows[:, None] * k + offs_k[None, :]).to(tl.int32)
-        step_tile(weight, states, offsets, index, mask, acc, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)
+        _step_pieces(
+            pieces, weight, states, row_map, row_sums, dense, scale, scalars, keys, rows, start, n, k, row_start,
+            parameter, RULE, STORES, STOCHASTIC, SCALARS, PIECE, PAIRED,
+        )  # fmt: skip
 
 
-def _segment_table(gradient: Gradient) -> torch.Tensor | None:
+def _segment_table(gradient: Gradient, row_start: int) -> torch.Tensor | None:
     if len(gradient.dys) == 1:
         return None
+    skipped = row_start * gradient.dys[0].element_size()
     rows = [
-        (dy.data_ptr(), x.data_ptr(), dy.shape[0], dy.stride(0), x.stride(0))
+        (dy.data_ptr() + skipped, x.data_ptr(), dy.shape[0], dy.stride(0), x.stride(0))
         for dy, x in zip(gradient.dys, gradient.xs)
     ]
     host = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -166,9 +221,32 @@ def _segment_table(gradient: Gradient) -> torch.Tensor | None:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _aligned(gradient: Gradient) -> bool:
+def _aligned(gradient: Gradient, row_start: int) -> bool:
+    """Whether every row of dY (from `row_start`) and X begins at a multiple of 16 bytes."""
     tensors = gradient.dys + gradient.xs
-    return all(t.data_ptr() % 16 == 0 and (t.stride(0) * t.element_size()) % 16 == 0 for t in tensors)
+    starts = all(t.data_ptr() % 16 == 0 and (t.stride(0) * t.element_size()) % 16 == 0 for t in tensors)
+    return starts and row_start * gradient.dys[0].element_size() % 16 == 0
+
+
+_ALL_REGISTERS = 255  # of a thread. Without any limit the compiler may spill a few to be below one of its own
+
+
+def launch_options(config: GemmConfig, gradient: Gradient, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """The constants and compiler options of a configuration; `tensors`: W and its states, if any.
+
+    The configuration's limit on registers is for a plain dY^T X and tensors of one dtype; the rest needs more.
+    """
+    options: dict[str, Any] = {
+        "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BLOCK_T": config.block_t, "GROUP": config.group,
+        "PIECE": config.piece, "HALVE_ROWS": config.halve_rows,
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "enable_fp_fusion": False,  # so that this kernel and param_step round alike, bit for bit
+    }  # fmt: skip
+    if torch.version.hip is None and not interpreting():
+        plain = len(gradient.dys) == 1 and gradient.row_map is None and gradient.dense is None
+        limited = plain and len({t.dtype for t in tensors}) <= 1
+        options["maxnreg"] = config.registers if limited else _ALL_REGISTERS
+    return options
 
 
 def launch(
@@ -190,17 +268,20 @@ def launch(
 ) -> None:
     """Launch on rows `row_start : row_start + n`: the fused step on `target`, or `out` (fp32 [n, k]) stores g.
 
-    At least one (dY, X) pair is needed; inputs have a unit stride in their last dimension.
+    At least one (dY, X) pair is needed; inputs have a unit stride in their last dimension. `config` replaces the
+    configuration chosen by size, dtype and device.
     """
     dy, x = gradient.dys[0], gradient.xs[0]
-    config = config or gemm_config(n, k, dy.dtype)
-    table = _segment_table(gradient)
+    aligned = _aligned(gradient, row_start)
+    if config is None:
+        config = gemm_config(n, k, dy.dtype, aligned=aligned, compute_capability=capability(dy.device))
+    table = _segment_table(gradient, row_start)
     precision = "tf32" if dy.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k),)
     positional = (
         target.weight if target is not None else out,
         tuple(target.states) if target is not None else (),
-        dy,
+        dy[:, row_start:] if row_start else dy,  # so that Triton sees how the address is aligned
         x,
         dy.shape[0],
         dy.stride(0),
@@ -227,14 +308,8 @@ def launch(
         "SCALARS": scalars.numel() if scalars is not None else 0,
         "STORE_ONLY": target is None,
         "PRECISION": precision,
-        "ALIGNED": table is not None and _aligned(gradient),
+        "ALIGNED": table is not None and aligned,
         "PAIRED": k % 2 == 0,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "BLOCK_T": config.block_t,
-        "GROUP": config.group,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "enable_fp_fusion": False,  # so that this kernel and param_step round alike, bit for bit
+        **launch_options(config, gradient, [target.weight, *target.states] if target is not None else []),
     }
     through(wgrad_step_kernel, grid, positional, constants)
