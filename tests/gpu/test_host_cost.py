@@ -149,5 +149,5 @@ def test_the_parts():
     }
     found = {name: each(function) for name, function in parts.items()}
     print("\n" + "\n".join(f"{name:40s} {time:6.2f} us" for name, time in found.items()))
-    in_place, general, triton, _ = found.values()
-    assert in_place < general < triton
+    in_place, _, triton, _ = found.values()
+    assert in_place < triton

@@ -48,7 +48,7 @@ def main(directory: str) -> int:
     fake.launcher_cls, fake.utils, fake.get_current_stream = nvidia.CudaLauncher, utils, lambda device: STREAM
     triton.runtime.driver.set_active(fake)
     table = torch.zeros(2, 5, dtype=torch.int64)
-    wgrad_step._segment_table = lambda gradient: table if len(gradient.dys) > 1 else None
+    wgrad_step._segment_table = lambda gradient, _: table if len(gradient.dys) > 1 else None
     wgrad_step_hopper._multiprocessors = lambda device: 132
     library = ctypes.CDLL(os.path.join(directory, "libcuda.so.1"))
     direct_driver = cuda_driver.CudaDriver(library)

@@ -247,14 +247,18 @@ def forget() -> None:
 
 
 def defaults(hopper: bool) -> Ranges:
-    """For a card without a table: the Hopper kernel up to T = 2048, the portable one up to 256, chunked above.
+    """For a card without a table: the Hopper kernel up to T = 8192, the portable one up to 1024, chunked above.
 
-    These are guesses, to be replaced by measurement: 2048 from one H200, where the Hopper kernel was still ahead of
-    cuBLAS's dW and a streaming step; 256 because the portable kernel's mainloop is far behind a library's.
+    Guesses, to be replaced by `forge bench tune`, from one weight on one H200 (14336 x 4096, AdamW in bf16, us):
+
+        T                   128    512   2048   4096
+        wgrad_step_hopper   200    214    474    880
+        wgrad_step          286    347    622
+        chunked             332    388    605           (some 0.18 a token more)
     """
     if hopper:
-        return Ranges((2048,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")
-    return Ranges((256,), (Choice(PORTABLE), Choice(CHUNKED)), "a guess, not measured on this card")
+        return Ranges((8192,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")
+    return Ranges((1024,), (Choice(PORTABLE), Choice(CHUNKED)), "a guess, not measured on this card")
 
 
 @cache
