@@ -316,3 +316,33 @@ def test_what_cannot_be_bound(cuda):
         BoundStep([step], [dys[0], flag, SCALARS, KEYS], fixed)
     with pytest.raises(NotDirect, match="two operands"):
         BoundStep([step], [dys[0], dys[0], flag, SCALARS, KEYS], fixed)
+
+
+def test_a_thread_without_a_context_gets_one_for_its_tensor_maps(monkeypatch):
+    class Library:
+        """A driver whose calls succeed, and are written down."""
+
+        def __init__(self):
+            self.calls = []
+
+        def __getattr__(self, name):
+            return lambda *args: self.calls.append(name) or 0
+
+    library, answers = Library(), [RuntimeError("invalid device context"), "map"]
+
+    def fill(*values):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(cuda_driver, "_triton_maps", lambda: (fill, {5: 9}, object))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    driver = cuda_driver.CudaDriver(library)
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 5, "block_size": [64, 32]}
+    assert driver.encode(meta, 1 << 20, [256, 256], [256, 1]) == "map"
+    assert library.calls == ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    answers[:] = [RuntimeError("shape"), RuntimeError("shape")]
+    with pytest.raises(RuntimeError, match="shape"):  # something else was wrong
+        driver.encode(meta, 1 << 20, [256, 256], [256, 1])
