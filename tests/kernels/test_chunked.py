@@ -118,9 +118,9 @@ def test_chunks_above_the_crossover_without_being_told(monkeypatch):
     monkeypatch.setattr(
         chunked, "multiply", lambda gradient, start, end, chunk: seen.append((start, end)) or chunk.zero_()
     )
-    run_step(make_problem(9, 8, [256]))
+    run_step(make_problem(9, 8, [1024]))
     assert not seen
-    run_step(make_problem(9, 8, [200, 57]))
+    run_step(make_problem(9, 8, [1000, 25]))
     assert seen == [(0, 5), (5, 9)]
 
 
