@@ -21,7 +21,7 @@ class SkipFlags:
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
         self.generation = 0
-        self._flags: dict[torch.device, torch.Tensor] = {}
+        self._flags: dict[torch.device, torch.Tensor] = {}  # [parameters, 4]: flags lie 16 bytes apart
         self._host: set[int] = set()
         self._pending: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
@@ -34,15 +34,18 @@ class SkipFlags:
         return self.all(index, device)[index]
 
     def all(self, largest: int, device: torch.device) -> torch.Tensor:
-        """The flags of all parameters on a device, by index, at least up to index `largest`."""
+        """The flags of all parameters on a device, by index, at least up to index `largest`.
+
+        All are aligned alike: Triton compiles a kernel anew for addresses that are not.
+        """
         flags = self._flags.get(device)
-        if flags is None or flags.numel() <= largest:
-            grown = torch.zeros(max(64, 2 * (largest + 1)), dtype=torch.int32, device=device)
+        if flags is None or flags.shape[0] <= largest:
+            grown = torch.zeros(max(64, 2 * (largest + 1)), 4, dtype=torch.int32, device=device)
             if flags is not None:
-                grown[: flags.numel()] = flags
+                grown[: flags.shape[0]] = flags
             self._flags[device] = flags = grown
             self.generation += 1
-        return flags
+        return flags[:, 0]
 
     def skipped_on_host(self, index: int) -> None:
         self._host.add(index)
@@ -69,7 +72,7 @@ class SkipFlags:
         for flags, event in pending:
             event.synchronize()
             if bool(flags.any()):
-                for index in flags.nonzero().flatten().tolist():
+                for index in flags[:, 0].nonzero().flatten().tolist():
                     found.setdefault(index, "device")
         self.counts.update(found.keys())
         return found

@@ -66,7 +66,7 @@ def variants(sm: int) -> Iterator[tuple[str, object, tuple, dict]]:
         "multi_nonfinite",
         multi_step.multi_nonfinite_kernel,
         (longs, floats, torch.zeros(1, dtype=torch.int32)),
-        {"COLUMNS": 6, "ALIGNED": True, "BLOCK": 2048, **unfused},
+        {"STRIDE": 4, "COLUMNS": 6, "ALIGNED": True, "BLOCK": 2048, **unfused},
     )
     mixed = [floats, torch.empty(9, 40, dtype=torch.bfloat16)[:, 1:20], torch.ones(())]
     _, positional, constants = finite.arguments(mixed, flag)
@@ -132,7 +132,7 @@ def _flat_steps(update: Update, storage: str) -> Iterator[tuple[str, object, tup
         yield f"param_step {update.name} {storage}{label}", kernel, (*arguments, 4096, 64, 0, acc, 0), constants
     addresses = torch.empty(3, 4 + len(states), dtype=torch.int64)
     for label, aligned in (("aligned", True), ("odd", False)):
-        more = {"COLUMNS": addresses.shape[1], "ALIGNED": aligned}
+        more = {"COLUMNS": addresses.shape[1], "ALIGNED": aligned, "STRIDE": 4}
         kernel, arguments = multi_step.multi_step_kernel, (addresses, weight, states, weight, scalars, keys, flag)
         yield f"multi_step {update.name} {storage} {label}", kernel, arguments, {**constants, **more}
 

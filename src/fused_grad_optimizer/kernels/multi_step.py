@@ -24,7 +24,9 @@ def _repr(specialization):
 
 
 @triton.jit
-def multi_nonfinite_kernel(table, gradient, flags, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def multi_nonfinite_kernel(
+    table, gradient, flags, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     """flags[index] = 1 for each parameter with NaN or inf in its gradient; `gradient` only gives the dtype."""
     row = table + tl.program_id(0).to(tl.int64) * COLUMNS
     count = tl.load(row + 2).to(tl.int32)
@@ -39,7 +41,7 @@ def multi_nonfinite_kernel(table, gradient, flags, COLUMNS: tl.constexpr, ALIGNE
     value = tl.load(pointer + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     bad = tl.max(((value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32), 0)
     if bad != 0:
-        tl.store(flags + tl.load(row + 3), 1)
+        tl.store(flags + tl.load(row + 3) * STRIDE, 1)
 
 
 @triton.jit(repr=_repr)
@@ -51,6 +53,7 @@ def multi_step_kernel(
     scalars,
     keys,
     flags,
+    STRIDE: tl.constexpr,
     RULE: tl.constexpr,
     STORES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -72,7 +75,7 @@ def multi_step_kernel(
         return
     parameter = tl.load(row + 3)
     if flags is not None:
-        if tl.load(flags + parameter) != 0:
+        if tl.load(flags + parameter * STRIDE) != 0:
             return
     w = tl.load(row).to(weight.dtype)
     dense = tl.load(row + 1).to(gradient.dtype)
@@ -130,7 +133,7 @@ def launch(
         weights, gradients: contiguous, not empty, of one device; one dtype for all weights, one for all gradients.
         states: those of the first weight in the order of the update, then those of the second, ...
         parameters: index of each parameter: chooses its random bits and its flag.
-        flags: int32, 0 before; 1 after for a parameter whose gradient is not finite.
+        flags: int32 [parameters] of any stride, 0 before; 1 after for a parameter whose gradient is not finite.
     """
     table, aligned = _table(weights, states, gradients, parameters, weights[0].device)
     largest = max(weight.numel() for weight in weights)
@@ -138,7 +141,7 @@ def launch(
     if flags is not None:
         block = min(CHECK_BLOCK, triton.next_power_of_2(largest))
         multi_nonfinite_kernel[(len(weights), triton.cdiv(largest, block))](
-            table, gradients[0], flags, COLUMNS=columns, ALIGNED=aligned, BLOCK=block, num_warps=4,
+            table, gradients[0], flags, STRIDE=flags.stride(0), COLUMNS=columns, ALIGNED=aligned, BLOCK=block, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     multi_step_kernel[(len(weights), triton.cdiv(largest, MULTI_BLOCK))](
@@ -149,6 +152,7 @@ def launch(
         scalars,
         keys,
         flags,
+        STRIDE=flags.stride(0) if flags is not None else 0,
         RULE=update.kernel,
         STORES=stores,
         STOCHASTIC=stochastic,
