@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -439,3 +441,26 @@ def test_factors_are_freed(when):
     gc.collect()
     assert seen() is None
     assert not [o for o in gc.get_objects() if type(o) is FactoredGrad and id(o) not in earlier]
+
+
+@pytest.mark.parametrize("place", ["matmul", "all"])
+def test_torchs_new_setting_of_tf32_is_read_and_the_old_one_is_not(place):
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has the old setting only")
+    code = {
+        "matmul": 'torch.backends.cuda.matmul.fp32_precision = "tf32"',
+        "all": 'torch.backends.fp32_precision = "tf32"',
+    }[place]
+    program = f"""
+import torch, fused_grad_optimizer as forge
+from fused_grad_optimizer.kernels import allows_tf32
+assert not allows_tf32()
+{code}
+assert allows_tf32()
+model = torch.nn.Linear(4, 4)
+optimizer = forge.fuse(model, lr=1e-3, when="step")
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -254,3 +255,20 @@ def test_off_where_it_does_not_pay(monkeypatch, when):
     optimizer.step()
     assert not calls.sizes
     assert not _small.pays(torch.device("cpu"), torch.float32)
+
+
+def test_a_state_dict_on_another_thread_drops_nothing_of_a_running_backward(gathered):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = forge.fuse(model, "sgd", lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def save_elsewhere(grad):
+        thread = threading.Thread(target=optimizer.state_dict)
+        thread.start()
+        thread.join()
+        return grad
+
+    model[0].weight.register_hook(save_elsewhere)
+    (model(torch.randn(3, 4)) * torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))

@@ -86,8 +86,8 @@ class Queue(Protocol):
     def flush(self) -> None:
         """Make them."""
 
-    def drop(self, task: int | None = None) -> None:
-        """Forget those of the backward with this number, or all."""
+    def drop(self, of: Callable[[int], bool] | None = None) -> None:
+        """Forget those of the backwards for whose number `of` is true, or all."""
 
 
 # Stands for the number of an outermost backward of which so far only nested ones have been seen.
@@ -142,13 +142,17 @@ class BackwardPass:
     def settle(self) -> None:
         """Make what waits in a running backward. What an exception has left behind is dropped.
 
-        A backward that has ended well has left nothing.
+        A backward that has ended well has left nothing; what waits in one that runs on another thread stays.
         """
         for queue in self._queues:
             if torch._C._current_graph_task_id() >= 0:
                 queue.flush()
             else:
-                queue.drop()
+                queue.drop(self._is_over)
+
+    def _is_over(self, task: int) -> bool:
+        watch = self._open.get(task)
+        return watch is None or watch() is None
 
     def enter(self) -> None:
         """Called before each update.
@@ -186,6 +190,8 @@ class BackwardPass:
                 f"a second backward before step(): the gradients of {_names(self.moved)} were already applied. "
                 "Accumulating gradients or several losses need when='step'."
             )
+        for queue in self._queues:
+            queue.drop()
         self._forget_tasks()  # of one that was refused before it moved anything
 
     def _find_outermost(self) -> None:
@@ -220,7 +226,7 @@ class BackwardPass:
 
     def _abandon(self, task: int, _: weakref.ref[_Watch]) -> None:
         for queue in self._queues:
-            queue.drop(task)
+            queue.drop(task.__eq__)
 
     def _close(self, task: int, watch: _Watch) -> None:
         for queue in self._queues:

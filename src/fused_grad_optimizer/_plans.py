@@ -17,7 +17,7 @@ from torch import nn
 from fused_grad_optimizer import ops
 from fused_grad_optimizer._parameters import ParameterRecord
 from fused_grad_optimizer.factored_grad import FactoredGrad
-from fused_grad_optimizer.kernels import Target
+from fused_grad_optimizer.kernels import Target, allows_tf32
 from fused_grad_optimizer.rules import Update
 
 if TYPE_CHECKING:
@@ -32,30 +32,30 @@ class Plan:
 
     Attributes:
         update: what the rule selected.
-        dtype, shape: of the weight; `storages` as in `Target`; `states` weakly.
+        dtype, shape, device: of the weight; `storages` as in `Target`; `states` weakly.
         bound: by layout of the pairs the launches, or how often they could not be bound. They are bound when a layout
             is seen for the second time: lengths that are seen once are not worth it.
         flag: of `SkipFlags`, of its `generation`.
     """
 
-    __slots__ = ("update", "dtype", "shape", "storages", "states", "bound", "flag", "generation")
+    __slots__ = ("update", "dtype", "shape", "device", "storages", "states", "bound", "flag", "generation")
 
     def __init__(self, parameter: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]) -> None:
         self.update, self.storages = update, target.storages
-        self.dtype, self.shape = parameter.dtype, parameter.shape
+        self.dtype, self.shape, self.device = parameter.dtype, parameter.shape, parameter.device
         self.states = [weakref.ref(s) for s in states]
         self.bound: dict[tuple, Any] = {}
         self.flag: torch.Tensor | None = None
         self.generation = -1
 
-    def fits(self, parameter: torch.Tensor, update: Update, states: list[torch.Tensor]) -> bool:
+    def fits(self, parameter: torch.Tensor, update: Update, states: list[torch.Tensor | None]) -> bool:
         """Whether this is the weight and these are the states of the plan; addresses are compared at the launch."""
         if update is not self.update or parameter.dtype is not self.dtype or parameter.shape != self.shape:
             return False
         for kept, state in zip(self.states, states):
-            if kept() is not state:
+            if state is None or kept() is not state:
                 return False
-        return parameter.is_contiguous()
+        return parameter.is_contiguous() and parameter.device == self.device
 
     def launches(self, key: tuple) -> Any:
         """The launches bound for this layout, or how often that failed; None when it is seen for the first time."""
@@ -122,7 +122,8 @@ def update(
     if operands is None:
         return False
     tensors, layout = operands
-    bound, count = plan.launches(layout), state["step"]
+    count = state.get("step")
+    bound = plan.launches(layout)
     if bound is None or type(count) is not int or count < 1:
         return False
     if plan.generation != optimizer._flags.generation:
@@ -155,9 +156,12 @@ def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: Factor
     return made
 
 
-def forget_if_changed(records: Iterable[ParameterRecord], settings: Any) -> Any:
-    """Drop all plans if the process's settings that choose kernels are not `settings`; returns the present ones."""
-    present = (os.environ.get("FORGE_KERNEL"), torch.backends.cuda.matmul.allow_tf32)
+def forget_if_changed(records: Iterable[ParameterRecord], settings: Any, *modes: str | None) -> Any:
+    """Drop all plans if what chooses kernels and storages is not as in `settings`; returns what it is now.
+
+    `modes`: the optimizer's `weight_mode` and `state_mode`. The rest is of the process.
+    """
+    present = (os.environ.get("FORGE_KERNEL"), allows_tf32(), *modes)
     if present != settings:
         for record in records:
             record.plan = None

@@ -6,6 +6,7 @@ them ends. A group with one set of scalars and dtypes takes one launch of the ch
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -137,6 +138,7 @@ class SmallQueue:
         self._optimizer = weakref.ref(optimizer)
         self._entries: dict[int, Entry] = {}  # by id of the parameter
         self._elements = 0
+        self._lock = threading.Lock()  # each device has an autograd thread of its own
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
     def add(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:
@@ -148,8 +150,10 @@ class SmallQueue:
             self.flush()
         optimizer._pass.defer(self)
         task = torch._C._current_graph_task_id()
-        self._entries[id(parameter)] = Entry(parameter, group, grad, task, self._stream(parameter.device))
-        self._elements += parameter.numel()
+        entry = Entry(parameter, group, grad, task, self._stream(parameter.device))
+        with self._lock:
+            self._entries[id(parameter)] = entry
+            self._elements += parameter.numel()
         if self._elements > WAITING:
             self.flush()
 
@@ -164,7 +168,8 @@ class SmallQueue:
     @torch.no_grad()
     def flush(self) -> None:
         """Step all that wait. Those that an exception keeps from moving are dropped."""
-        waiting, self._entries, self._elements = self._entries, {}, 0
+        with self._lock:
+            waiting, self._entries, self._elements = self._entries, {}, 0
         optimizer = self._optimizer()
         if optimizer is None or not waiting:
             return
@@ -184,14 +189,14 @@ class SmallQueue:
             _take_back(waiting.values())
             raise
 
-    def drop(self, task: int | None = None) -> None:
-        """Forget gradients that must not be applied: of one backward, or all."""
-        entries, self._entries = self._entries, {}
-        for key, entry in entries.items():
-            if task not in (None, entry.task):
-                self._entries[key] = entry
-        self._elements = sum(entry.parameter.numel() for entry in self._entries.values())
-        _take_back(entry for key, entry in entries.items() if key not in self._entries)
+    def drop(self, of: Callable[[int], bool] | None = None) -> None:
+        """Forget gradients that must not be applied: of the backwards for whose number `of` is true, or all."""
+        with self._lock:
+            dropped = [entry for entry in self._entries.values() if of is None or of(entry.task)]
+            for entry in dropped:
+                del self._entries[id(entry.parameter)]
+            self._elements = sum(entry.parameter.numel() for entry in self._entries.values())
+        _take_back(dropped)
 
 
 def _take_back(entries: Iterable[Entry]) -> None:
@@ -209,7 +214,14 @@ def _running_on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
 
 @contextmanager
 def _another_stream(stream: torch.cuda.Stream):
-    """Launches go to `stream`; the current stream waits for them, as it does for all that a backward launched."""
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream(stream.device).wait_stream(stream)
+    """Launches go to `stream`; the current stream waits for them, as it does for all that a backward launched.
+
+    `stream` waits for the current one first: scalars and flags were made there.
+    """
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)

@@ -177,7 +177,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scalars.clear()
         self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         self._flags.begin()
-        self._settings = _plans.forget_if_changed(self._records.values(), self._settings)
+        self._settings = _plans.forget_if_changed(
+            self._records.values(), self._settings, self.weight_mode, self.state_mode
+        )
         self._began = True
 
     def _end(self) -> None:

@@ -26,6 +26,7 @@ def directly(monkeypatch):
     if cuda_driver.active() is None:
         pytest.skip("needs the CUDA driver")
     names = []
+    monkeypatch.setattr(launcher, "_REFUSALS", {})
     original = launcher.DirectLaunch.run
 
     def run(self, *args):
@@ -108,7 +109,7 @@ def test_a_dense_step_has_tritons_bits(directly, monkeypatch, dtype, storage):
 
 
 def flag_of(tensors):
-    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    flag = torch.zeros(8, dtype=torch.int32, device="cuda")[3]
     finite.check(tensors, flag)
     return flag.item()
 
@@ -190,7 +191,7 @@ def test_a_captured_graph_replays_direct_launches(directly, tokens):
     n, k = 256, 512
     gradient = make_gradient(n, k, tokens, torch.bfloat16)
     wanted = stepped(gradient, n, k, "bf16")
-    target, flag = make_target(n, k, "bf16"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    target, flag = make_target(n, k, "bf16"), torch.zeros(8, dtype=torch.int32, device="cuda")[3]
     scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
     before = [t.clone() for t in (target.weight, *target.states)]
     if len(tokens) == 1 or dispatch.choose(gradient, n, k, before)[0] == dispatch.HOPPER:
@@ -215,7 +216,7 @@ def test_it_launches_on_the_current_stream(directly):
     n, k = 512, 512
     gradient = make_gradient(n, k, (64,), torch.bfloat16)
     wanted = stepped(gradient, n, k, "bf16")
-    target, flag = make_target(n, k, "bf16"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    target, flag = make_target(n, k, "bf16"), torch.zeros(8, dtype=torch.int32, device="cuda")[3]
     scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
     x = gradient.xs[0].clone()
     gradient.xs[0].zero_()
@@ -235,7 +236,7 @@ def test_a_thread_that_has_not_used_cuda_yet(directly):
     n, k = 256, 256
     gradient = make_gradient(n, k, (64,), torch.bfloat16)
     wanted = stepped(gradient, n, k, "bf16")
-    target, flag = make_target(n, k, "bf16"), torch.zeros(1, dtype=torch.int32, device="cuda")
+    target, flag = make_target(n, k, "bf16"), torch.zeros(8, dtype=torch.int32, device="cuda")[3]
     scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
     torch.cuda.synchronize()
     errors = []

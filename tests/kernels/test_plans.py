@@ -318,3 +318,37 @@ def test_in_backward(cuda, general):
         opt.zero_grad()
         assert opt.state[parameter]["step"] == i + 1
     assert len(general) == 2
+
+
+@pytest.mark.parametrize("rule, hyper", [("adamw", {}), ("sgd", {"momentum": 0.9}), ("sgd", {})])
+@pytest.mark.parametrize("how", ["load", "clear", "pop", "moments"])
+def test_states_that_are_gone_are_made_anew_by_the_general_way(cuda, general, rule, hyper, how):
+    (parameter,) = layers(1)
+    optimizer = FusedOptimizer([parameter], rule, lr=1e-3, when="step", **hyper)
+    blank, factors = optimizer.state_dict(), pair()
+    warm(cuda, optimizer, parameter, factors)
+    state = optimizer.state[parameter]
+    if how == "load":
+        optimizer.load_state_dict(blank)
+    elif how == "clear":
+        optimizer.state.clear()
+    elif how == "pop":
+        optimizer.state.pop(parameter)
+    else:
+        for name in [name for name in state if name != "step"]:
+            del state[name]
+    general.clear()
+    launched(cuda, optimizer, parameter, factors)
+    names = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",) if hyper else ()}[rule]
+    assert len(general) == (0 if how == "moments" and not names else 1)
+    assert all(torch.is_tensor(optimizer.state[parameter][name]) for name in names)
+
+
+def test_another_rounding_of_the_weights_is_not_a_matter_of_the_old_plan(cuda, general):
+    (parameter,) = layers(1)
+    optimizer, factors = FusedOptimizer([parameter], lr=1e-3, when="step"), pair()
+    warm(cuda, optimizer, parameter, factors)
+    general.clear()
+    optimizer.weight_mode = "nearest"
+    launched(cuda, optimizer, parameter, factors)
+    assert len(general) == 1

@@ -54,15 +54,28 @@ def store_nearest(pointers, mask, value, random16):
     tl.store(pointers, value.to(pointers.dtype.element_ty), mask=mask)
 
 
+def _rounded_up(value, bits, random16):
+    return tl.maximum(bits + random16, bits)
+
+
+def _rounded_up_or_nan(value, bits, random16):
+    return tl.where(value == value, bits + random16, 0x7FC00000)
+
+
+# bits + random16, a NaN where `value` is one. Arithmetic on NVIDIA makes NaNs of the bits 0x7FFFFFFF only: the sum
+# carries over the sign bit and is less than the bits were, which one instruction finds together with the sum.
+_add_random = triton.jit(_rounded_up_or_nan if torch.version.hip else _rounded_up)
+
+
 @triton.jit
 def store_stochastic_bf16(pointers, mask, value, random16):
     """fp32 -> bf16, up with the probability of the discarded fraction; inf as it is, NaN as a NaN.
 
-    The upper half of the bits is stored as an int16, which needs no masking and no conversion. The sum may carry the
-    NaN that arithmetic makes (0x7FFFFFFF) over the sign bit: then it is less than the bits were.
+    `value` is the result of arithmetic. The upper half of the bits is stored as an int16, which needs no masking and no
+    conversion.
     """
     bits = value.to(tl.int32, bitcast=True)
-    rounded = tl.maximum(bits + random16, bits) >> 16
+    rounded = _add_random(value, bits, random16) >> 16
     tl.store(pointers.to(tl.pointer_type(tl.int16), bitcast=True), rounded.to(tl.int16), mask=mask)
 
 

@@ -87,20 +87,29 @@ class CudaDriver:
         box, stride = meta["block_size"], 4096
         if not _map_offset() or len(box) != 2:
             return False
-        shape, size = [4 * box[0], 4 * box[1]], meta["elem_size"]
-        ours = self.encode(meta, 1 << 20, shape, [stride, 1])
-        theirs = (ctypes.c_uint64 * (2 * _MAP_BYTES // 8))()
-        base = ctypes.addressof(theirs)
+        shape = [4 * box[0], 4 * box[1]]
+        ours = (ctypes.c_uint64 * 16).from_address(self.address(self.encode(meta, 1 << 20, shape, [stride, 1])))
+        over_zeros = self._encoded_over(0x00, meta, shape, stride)
+        over_ones = self._encoded_over(0xFF, meta, shape, stride)
+        if over_zeros is None or over_ones is None:
+            return False
+        # bits that the driver leaves as they were are none of its map
+        differ = [(own ^ a) & ~(a ^ b) for own, a, b in zip(ours, over_zeros, over_ones)]
+        differ[1] &= ~_SMALL_TENSOR
+        return not any(differ)
+
+    def _encoded_over(self, fill: int, meta: dict[str, Any], shape: list[int], stride: int) -> list[int] | None:
+        """The driver's map of a tensor at 1 MiB, written over bytes of value `fill`; None if it refuses."""
+        box, size = meta["block_size"], meta["elem_size"]
+        memory = (ctypes.c_ubyte * (2 * _MAP_BYTES))(*[fill] * (2 * _MAP_BYTES))
+        base = ctypes.addressof(memory)
         base += -base % _MAP_BYTES
         status = self._library.cuTensorMapEncodeTiled(
             ctypes.c_void_p(base), _triton_maps()[1][meta["elem_type"]], 2, ctypes.c_void_p(1 << 20),
             (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(stride * size),
             (ctypes.c_uint32 * 2)(*reversed(box)), (ctypes.c_uint32 * 2)(1, 1), 0, meta["swizzle"], _L2_128B, 0,
         )  # fmt: skip
-        found = [(ctypes.c_uint64 * 16).from_address(address) for address in (self.address(ours), base)]
-        differ = [a ^ b for a, b in zip(*found)]
-        differ[1] &= ~_SMALL_TENSOR
-        return status == 0 and not any(differ)
+        return None if status else list((ctypes.c_uint64 * 16).from_address(base))
 
     @staticmethod
     def address(tensor_map: Any) -> int:

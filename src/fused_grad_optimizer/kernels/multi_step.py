@@ -141,8 +141,8 @@ def launch(
     if flags is not None:
         block = min(CHECK_BLOCK, triton.next_power_of_2(largest))
         multi_nonfinite_kernel[(len(weights), triton.cdiv(largest, block))](
-            table, gradients[0], flags, STRIDE=flags.stride(0), COLUMNS=columns, ALIGNED=aligned, BLOCK=block, num_warps=4,
-            enable_fp_fusion=False,
+            table, gradients[0], flags, STRIDE=flags.stride(0), COLUMNS=columns, ALIGNED=aligned, BLOCK=block,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     multi_step_kernel[(len(weights), triton.cdiv(largest, MULTI_BLOCK))](
         table,

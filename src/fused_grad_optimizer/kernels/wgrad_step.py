@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_grad_optimizer.kernels import interpreting, launcher
+from fused_grad_optimizer.kernels import allows_tf32, interpreting, launcher
 from fused_grad_optimizer.kernels._device import in_layout_of, load_scalars, load_tile, pieces_of, update_tile
 from fused_grad_optimizer.kernels.configs import GemmConfig, capability, gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -276,7 +276,7 @@ def launch(
     if config is None:
         config = gemm_config(n, k, dy.dtype, aligned=aligned, compute_capability=capability(dy.device))
     table = _segment_table(gradient, row_start)
-    precision = "tf32" if dy.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    precision = "tf32" if dy.dtype == torch.float32 and allows_tf32() else "ieee"
     grid = (triton.cdiv(n, config.block_n) * triton.cdiv(k, config.block_k),)
     positional = (
         target.weight if target is not None else out,

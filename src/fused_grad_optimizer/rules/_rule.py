@@ -58,6 +58,9 @@ def twin(function: Callable) -> Callable:
 class Update:
     """One element-wise update function: `(h, p, g, *states) -> (p, *states)`.
 
+    Each result ends in arithmetic, not in a negation, `abs` or `where` of a loaded value: stochastic rounding knows
+    NaNs by the bits that arithmetic gives them.
+
     Attributes:
         name: unique name, under which operators find it.
         states: names of the state tensors, in the order of the arguments (torch.optim's names).
