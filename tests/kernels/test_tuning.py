@@ -238,6 +238,39 @@ def test_nothing_changes_when_a_table_is_damaged(tables, on_card, monkeypatch):
     assert weight.eq(1).all() and state.eq(1).all() and weight._version == 0
 
 
+@pytest.mark.parametrize("place", ["XDG_CACHE_HOME", "HOME"])
+def test_a_home_that_is_no_folder_has_no_table(monkeypatch, tmp_path, place, tables):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv(place, str(tmp_path / "file"))
+    assert tuning.in_force(CARD) == {} and tuning.ranges(CARD, BF16, True) == GUESS
+    tables("shipped", table(entry({512: {C: 1.0}})))
+    tuning.forget()
+    assert tuning.ranges(CARD, BF16, True).at(512) == C
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_table_behind_a_closed_folder_is_none_and_one_that_is_closed_itself_an_error(monkeypatch, tables, seen):
+    """The refusals are made up, so that root gets them too."""
+    path = tables("user", table(entry({512: {C: 1.0}})))
+    calls = {name: getattr(Path, name) for name in ("read_text", "stat")}
+
+    def refuse(name):
+        def call(self, *arguments, **options):
+            if self == path and not (seen and name == "stat"):
+                raise PermissionError(13, "Permission denied", str(self))
+            return calls[name](self, *arguments, **options)
+
+        monkeypatch.setattr(Path, name, call)
+
+    refuse("read_text"), refuse("stat")
+    if seen:
+        with pytest.raises(ValueError, match="cannot be read.*give access"):
+            tuning.in_force(CARD)
+    else:
+        assert tuning.in_force(CARD) == {}
+
+
 def test_places(monkeypatch, tmp_path):
     assert tuning.file_name("NVIDIA H200") == "nvidia_h200.json"
     assert tuning.file_name("NVIDIA A100-SXM4-80GB") == "nvidia_a100_sxm4_80gb.json"

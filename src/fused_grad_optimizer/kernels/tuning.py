@@ -121,16 +121,18 @@ def user_path(card: str) -> Path:
 
 
 def read(path: Path, card: str) -> Table | None:
-    """The table in a file, None without a file.
+    """The table in a file, None without a file: also where a folder above it is none, or may not be entered.
 
     Raises:
         ValueError: it cannot be read, is not a table, or is another card's; names the file and the remedy.
     """
     try:
         text = path.read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, PermissionError) and not _is_seen(path):
+            return None
         raise ValueError(f"the tuning table {path} cannot be read: {error}; remove it, or give access to it") from error
     try:
         table = _parse(json.loads(text))
@@ -140,6 +142,15 @@ def read(path: Path, card: str) -> Table | None:
     if table.card != card:
         raise ValueError(f"the tuning table {path} is of {table.card!r}, and this card is {card!r}; remove it")
     return table
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether there is such a file, as far as the folders above it let one look."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _parse(data: Any) -> Table:
