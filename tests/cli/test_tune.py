@@ -208,6 +208,20 @@ def test_candidates(settings, monkeypatch, declines):
     assert len([c for c in tune.candidates(problem) if c.path == CHUNKED]) == 3
 
 
+def test_what_does_not_fit_the_card_is_no_candidate(settings, monkeypatch):
+    """Eight stages and three units leave no room for blocks of W in bf16 and two states in fp32."""
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(dispatch, "reason_against_hopper", lambda *arguments: None)
+    for state, tried in ((None, True), ("fp32", False)):
+        found = tune.candidates(kernel.Problem(kernel.Case(256, 128, 16, "adamw", state), settings))
+        assert (choice(HOPPER, {"stages": 8, "slots": 3}) in found) == tried
+        assert H in found and choice(HOPPER, {"group": 4}) in found
+
+
 def test_the_command_refuses_a_cpu_and_wrong_arguments(invoke, monkeypatch, tmp_path):
     done = invoke("bench", "tune", "--device", "cpu", "--out", tmp_path / "a.json")
     assert done.exit_code == 2 and "tuning needs a CUDA device" in done.output and not (tmp_path / "a.json").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 from fused_grad_optimizer import ops
 from fused_grad_optimizer.kernels import Gradient, dispatch, tuning
-from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE
+from fused_grad_optimizer.kernels.configs import CANDIDATES, CHUNKED, HOPPER, PORTABLE, hopper_config
 from fused_grad_optimizer.kernels.tuning import Choice, Key, Ranges, choice, from_cells, nearest
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,61 @@ def test_the_same_bytes_go_before_the_same_shape():
     assert nearest(BF16._replace(stochastic=False), [lion, BF16]) == BF16
     nearest_rounding = BF16._replace(stochastic=False, n=1 << 20)
     assert nearest(BF16._replace(stochastic=False), [BF16, nearest_rounding]) == nearest_rounding
+
+
+STORAGES_OF = [
+    (torch.bfloat16,),
+    (torch.bfloat16,) * 3,
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32,) * 2,
+    (torch.float32,) * 3,
+]
+
+
+def launched(chosen, dtypes, tokens):
+    """The Hopper configuration of a launch, and the bytes of shared memory that its rings take."""
+    targets = [torch.zeros(1, dtype=dtype) for dtype in dtypes]
+    config = dispatch.launcher(chosen, 4096, 4096, targets, tokens, torch.bfloat16)[1]["config"]
+    rings = config.stages * config.block_t * (config.block_n + config.block_k) * 2
+    rings += config.slots * 64 * 64 * 4
+    rings += 2 * config.state_slots * config.state_rows * 64 * sum(dtype.itemsize for dtype in dtypes)
+    return config, rings
+
+
+@pytest.mark.parametrize("dtypes", STORAGES_OF, ids=lambda dtypes: "-".join(str(d.itemsize) for d in dtypes))
+@pytest.mark.parametrize("changes", CANDIDATES[HOPPER], ids=str)
+def test_what_one_storages_table_chooses_fits_every_other(changes, dtypes, tables, on_card):
+    """A Hopper block may have 227 KiB of shared memory; some are for the barriers."""
+    on_card()
+    tuned = choice(HOPPER, changes)
+    tables("user", table(entry({t: {tuned: 1.0, C32: 2.0} for t in (128, 512, 4096)})))
+    key = BF16._replace(bytes=tuple(d.itemsize for d in dtypes))
+    for tokens in (1, 128, 257, 512, 513, 4096):
+        chosen = tuning.ranges(CARD, key, True).at(tokens)
+        assert chosen == (tuned if key == BF16 else H)
+        assert launched(chosen, dtypes, tokens)[1] <= (227 << 10) - 1024
+        assert launched(tuned, dtypes, tokens)[1] <= (227 << 10) - 1024  # a table's own entry, whatever it says
+
+
+def test_an_entry_of_other_bytes_gives_its_paths_and_their_least_times(tables):
+    """Of the Hopper kernel 100 and 300 us, of the chunks 150 and 200: straight lines cross at T = 1024."""
+    slow, tuned = choice(HOPPER, {"group": 4}), choice(HOPPER, {"stages": 8, "slots": 3})
+    cells = {512: {tuned: 100.0, slow: 120.0, C: 170.0, C32: 150.0}, 2048: {tuned: 300.0, slow: 320.0, C32: 200.0}}
+    tables("user", table(entry(cells)))
+    found = tuning.ranges(CARD, BF16._replace(bytes=(2, 4, 4)), True)
+    assert found == Ranges((1024,), (H, C), f"table for {CARD}, by its entry 4096x4096")
+    assert tuning.ranges(CARD, BF16._replace(n=64), True) == dataclasses.replace(found, choices=(tuned, C32))
+
+
+def test_a_configuration_that_cannot_fit_is_left_out_of_the_launch(on_card):
+    on_card()
+    wide = (torch.bfloat16, torch.float32, torch.float32)
+    targets = [torch.zeros(1, dtype=dtype) for dtype in wide]
+    large, small = choice(HOPPER, {"stages": 8, "slots": 3}), choice(HOPPER, {"group": 16, "stages": 4})
+    assert launched(large, wide, 512)[0] == hopper_config(10, 512) and not dispatch.fits(large, targets, 512)
+    config = launched(small, wide, 512)[0]
+    assert (config.group, config.stages) == (16, 4) and dispatch.fits(small, targets, 512)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

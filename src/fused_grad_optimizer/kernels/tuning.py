@@ -9,8 +9,8 @@
                              "candidates": [{"path": "wgrad_step_hopper", "config": {}, "us": 80.5}, ...]}]}]}
 
 `bytes` are those of an element of the weight and of each state, `inputs` those of dY and X, `config` the fields that
-differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it;
-between two measured numbers of tokens the path changes where the measured times, taken as straight lines, cross.
+differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it,
+without its configurations where that keeps other bytes (they would not fit the same memory); between two measured numbers of tokens the path changes where the measured times, taken as straight lines, cross.
 """
 
 from __future__ import annotations
@@ -248,7 +248,19 @@ def ranges(card: str | None, key: Key, hopper: bool) -> Ranges:
     if near is None:
         return guess
     source = f"table for {card}" if near == key else f"table for {card}, by its entry {near.n}x{near.k}"
-    return from_cells({tokens: cell.us for tokens, cell in entries[near].items()}, hopper, guess, source)
+    cells = {tokens: cell.us for tokens, cell in entries[near].items()}
+    if near.bytes != key.bytes:
+        cells = {tokens: _fastest_of_paths(us) for tokens, us in cells.items()}
+    return from_cells(cells, hopper, guess, source)
+
+
+def _fastest_of_paths(us: Mapping[Choice, float]) -> dict[Choice, float]:
+    """The least time of each path, under its default configuration."""
+    least: dict[Choice, float] = {}
+    for measured, time in us.items():
+        path = Choice(measured.path)
+        least[path] = min(time, least.get(path, math.inf))
+    return least
 
 
 def forget() -> None:

@@ -140,12 +140,13 @@ def describe(case: Case, settings: KernelSettings) -> str:
 
 
 def candidates(problem: Problem) -> list[Choice]:
-    """What can take this problem; of chunk sizes that give the same rows only the first."""
+    """What can take this problem and fits its card; of chunk sizes that give the same rows only the first."""
     n, k, first = problem.case.n, problem.case.k, problem.targets[0]
-    paths = [PORTABLE]
-    if dispatch.reason_against_hopper(problem.gradient, n, k, [first.weight, *first.states]) is None:
-        paths.append(HOPPER)
-    found = [tuning.choice(path, changes) for path in paths for changes in CANDIDATES[path]]
+    tensors = [first.weight, *first.states]
+    found = [tuning.choice(PORTABLE, changes) for changes in CANDIDATES[PORTABLE]]
+    if dispatch.reason_against_hopper(problem.gradient, n, k, tensors) is None:
+        hopper = [tuning.choice(HOPPER, changes) for changes in CANDIDATES[HOPPER]]
+        found += [choice for choice in hopper if dispatch.fits(choice, tensors, problem.case.tokens)]
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     by_rows: dict[int, Choice] = {}
     for changes in CANDIDATES[CHUNKED]:
