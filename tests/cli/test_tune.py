@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -206,6 +208,90 @@ def test_candidates(settings, monkeypatch, declines):
     assert len(hopper) == (len(configs.CANDIDATES[HOPPER]) if declines is None else 0)
     monkeypatch.setattr(problem, "case", kernel.Case(14336, 4096, 16, "adamw", None))
     assert len([c for c in tune.candidates(problem) if c.path == CHUNKED]) == 3
+
+
+class Meanwhile(FakeTimer):
+    """Calls `act` while the cell of that index is measured."""
+
+    def __init__(self, index, act):
+        super().__init__()
+        self.index, self.act = index, act
+
+    def __call__(self, case, settings):
+        if len(self.calls) == self.index:
+            self.act()
+        return super().__call__(case, settings)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_two_runs_on_one_table_keep_each_others_cells(settings, tmp_path, again):
+    path = tmp_path / "table.json"
+    other = dataclasses.replace(settings, shapes=((64, 32), (256, 128)), tokens=(16, 128))
+    environment = {**ENVIRONMENT, "date": "2021-01-01"}
+
+    def another_run():
+        assert tune.run(other, path, environment, lambda line: None, measure=FakeTimer(), again=again) == 0
+
+    code, _ = run(settings, path, timer := Meanwhile(1, another_run), again=again)
+    assert code == 0 and len(timer.calls) == 6
+    table = tuning.read(path, CARD)
+    dates = {
+        (key.n, key.k, tokens): table.runs[cell.run]["date"]
+        for key, cells in table.entries.items()
+        for tokens, cell in cells.items()
+    }
+    first, second = ENVIRONMENT["date"], environment["date"]
+    expected = {(n, k, tokens): first for n, k in settings.shapes for tokens in settings.tokens}
+    expected |= {(64, 32, 16): second, (64, 32, 128): second, (256, 128, 16): second}
+    assert dates == expected
+
+
+DAMAGES = {
+    "removed": lambda path: path.unlink(),
+    "folder removed": lambda path: shutil.rmtree(path.parent),
+    "damaged": lambda path: path.write_text("{"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_table_lost_while_it_grows_is_written_anew(settings, tmp_path, damage):
+    path, whole = tmp_path / "a" / "table.json", tmp_path / "whole.json"
+    run(settings, whole, FakeTimer())
+    code, said = run(settings, path, Meanwhile(3, lambda: DAMAGES[damage](path)))
+    assert code == 0 and ("written anew" in said[4]) == (damage == "damaged")
+    assert json.loads(path.read_text()) == json.loads(whole.read_text())
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_first_cell(settings, monkeypatch, tmp_path):
+    """The refusal is made up, so that root gets it too."""
+    opened = os.open
+
+    def refuse(file, flags, *arguments, **options):
+        if flags & os.O_CREAT and os.path.dirname(os.path.abspath(file)) == str(tmp_path):
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, flags, *arguments, **options)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "open", refuse)
+        with pytest.raises(UsageError, match="--out .*table.json cannot be written: Permission denied"):
+            run(settings, tmp_path / "table.json", timer := FakeTimer())
+    assert not timer.calls
+    run(settings, tmp_path / "new" / "table.json", FakeTimer())
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["table.json"]  # nothing is left of the trial
+
+
+def test_what_does_not_fit_the_card_is_no_candidate(settings, monkeypatch):
+    """Eight stages and three units leave no room for blocks of W in bf16 and two states in fp32."""
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(dispatch, "reason_against_hopper", lambda *arguments: None)
+    for state, tried in ((None, True), ("fp32", False)):
+        found = tune.candidates(kernel.Problem(kernel.Case(256, 128, 16, "adamw", state), settings))
+        assert (choice(HOPPER, {"stages": 8, "slots": 3}) in found) == tried
+        assert H in found and choice(HOPPER, {"group": 4}) in found
 
 
 def test_the_command_refuses_a_cpu_and_wrong_arguments(invoke, monkeypatch, tmp_path):

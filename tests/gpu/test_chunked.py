@@ -214,6 +214,21 @@ def test_buffers_are_one_for_each_stream_and_few():
         assert_same(stepped, results[0])
 
 
+def test_a_buffer_of_inference_mode_serves_later_steps():
+    update = UPDATES["adamw"]
+    gradient, stepped = factors(512, 256, (64,)), make_target(update, 512, 256)
+    expected, other = copy_of(stepped), copy_of(stepped)
+    take_step(expected, gradient, update)
+    chunked.release()
+    with torch.inference_mode():
+        take_step(other, gradient, update)
+    assert_same(other, expected)
+    (kept,) = chunked._buffers.values()
+    take_step(stepped, gradient, update)
+    assert next(iter(chunked._buffers.values())) is kept
+    assert_same(stepped, expected)
+
+
 def test_a_captured_step_replays_right_and_keeps_no_buffer():
     update, n, k = UPDATES["adamw"], 1300, 1000
     gradient, stepped = factors(n, k, (300, 20)), make_target(update, n, k)

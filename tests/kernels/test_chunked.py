@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_grad_optimizer import ops
-from fused_grad_optimizer.kernels import configs, interpreting, param_step
+from fused_grad_optimizer.kernels import Gradient, configs, interpreting, param_step
 from fused_grad_optimizer.kernels.configs import ChunkConfig, chunk_rows
 from fused_grad_optimizer.rules import UPDATES
 from tests.kernels.steps import HYPER, make_problem, relative_error, run_step, same_bits, step_fp64
@@ -122,6 +122,31 @@ def test_chunks_above_the_crossover_without_being_told(monkeypatch):
     assert not seen
     run_step(make_problem(9, 8, [1000, 25]))
     assert seen == [(0, 5), (5, 9)]
+
+
+def test_a_buffer_kept_in_inference_mode_serves_outside_it(monkeypatch):
+    """A CUDA device by its name only: the buffer is on the CPU."""
+    from fused_grad_optimizer.kernels import chunked
+
+    class Stream:
+        cuda_stream = 5
+
+    empty = torch.empty
+    monkeypatch.setattr(chunked, "_buffers", type(chunked._buffers)())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(chunked.torch, "empty", lambda *sizes, device, **options: empty(*sizes, **options))
+    gradient = Gradient([torch.ones(3, 2)], [torch.full((3, 4), 2.0)])
+    device = torch.device("cuda", 0)
+    with torch.inference_mode():
+        key, made = chunked._take(8, device)
+        chunked.multiply(gradient, 0, 2, made.view(2, 4))  # and it can be written to in there
+        chunked._give(key, made)
+    _, kept = chunked._take(8, device)
+    assert kept is made
+    with torch.no_grad():
+        chunked.multiply(gradient, 0, 2, kept.zero_().view(2, 4))
+    assert kept.tolist() == [6.0] * 8
 
 
 @pytest.mark.parametrize("mib", [16, 24, 32])

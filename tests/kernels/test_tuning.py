@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 from fused_grad_optimizer import ops
 from fused_grad_optimizer.kernels import Gradient, dispatch, tuning
-from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE
+from fused_grad_optimizer.kernels.configs import CANDIDATES, CHUNKED, HOPPER, PORTABLE, hopper_config
 from fused_grad_optimizer.kernels.tuning import Choice, Key, Ranges, choice, from_cells, nearest
 
 ROOT = Path(__file__).parents[2]
@@ -163,6 +164,61 @@ def test_the_same_bytes_go_before_the_same_shape():
     assert nearest(BF16._replace(stochastic=False), [BF16, nearest_rounding]) == nearest_rounding
 
 
+STORAGES_OF = [
+    (torch.bfloat16,),
+    (torch.bfloat16,) * 3,
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float32,) * 2,
+    (torch.float32,) * 3,
+]
+
+
+def launched(chosen, dtypes, tokens):
+    """The Hopper configuration of a launch, and the bytes of shared memory that its rings take."""
+    targets = [torch.zeros(1, dtype=dtype) for dtype in dtypes]
+    config = dispatch.launcher(chosen, 4096, 4096, targets, tokens, torch.bfloat16)[1]["config"]
+    rings = config.stages * config.block_t * (config.block_n + config.block_k) * 2
+    rings += config.slots * 64 * 64 * 4
+    rings += 2 * config.state_slots * config.state_rows * 64 * sum(dtype.itemsize for dtype in dtypes)
+    return config, rings
+
+
+@pytest.mark.parametrize("dtypes", STORAGES_OF, ids=lambda dtypes: "-".join(str(d.itemsize) for d in dtypes))
+@pytest.mark.parametrize("changes", CANDIDATES[HOPPER], ids=str)
+def test_what_one_storages_table_chooses_fits_every_other(changes, dtypes, tables, on_card):
+    """A Hopper block may have 227 KiB of shared memory; some are for the barriers."""
+    on_card()
+    tuned = choice(HOPPER, changes)
+    tables("user", table(entry({t: {tuned: 1.0, C32: 2.0} for t in (128, 512, 4096)})))
+    key = BF16._replace(bytes=tuple(d.itemsize for d in dtypes))
+    for tokens in (1, 128, 257, 512, 513, 4096):
+        chosen = tuning.ranges(CARD, key, True).at(tokens)
+        assert chosen == (tuned if key == BF16 else H)
+        assert launched(chosen, dtypes, tokens)[1] <= (227 << 10) - 1024
+        assert launched(tuned, dtypes, tokens)[1] <= (227 << 10) - 1024  # a table's own entry, whatever it says
+
+
+def test_an_entry_of_other_bytes_gives_its_paths_and_their_least_times(tables):
+    """Of the Hopper kernel 100 and 300 us, of the chunks 150 and 200: straight lines cross at T = 1024."""
+    slow, tuned = choice(HOPPER, {"group": 4}), choice(HOPPER, {"stages": 8, "slots": 3})
+    cells = {512: {tuned: 100.0, slow: 120.0, C: 170.0, C32: 150.0}, 2048: {tuned: 300.0, slow: 320.0, C32: 200.0}}
+    tables("user", table(entry(cells)))
+    found = tuning.ranges(CARD, BF16._replace(bytes=(2, 4, 4)), True)
+    assert found == Ranges((1024,), (H, C), f"table for {CARD}, by its entry 4096x4096")
+    assert tuning.ranges(CARD, BF16._replace(n=64), True) == dataclasses.replace(found, choices=(tuned, C32))
+
+
+def test_a_configuration_that_cannot_fit_is_left_out_of_the_launch(on_card):
+    on_card()
+    wide = (torch.bfloat16, torch.float32, torch.float32)
+    targets = [torch.zeros(1, dtype=dtype) for dtype in wide]
+    large, small = choice(HOPPER, {"stages": 8, "slots": 3}), choice(HOPPER, {"group": 16, "stages": 4})
+    assert launched(large, wide, 512)[0] == hopper_config(10, 512) and not dispatch.fits(large, targets, 512)
+    config = launched(small, wide, 512)[0]
+    assert (config.group, config.stages) == (16, 4) and dispatch.fits(small, targets, 512)
+
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +292,39 @@ def test_nothing_changes_when_a_table_is_damaged(tables, on_card, monkeypatch):
     with pytest.raises(ValueError, match="not a tuning table"):
         ops.step(Target(weight, [state], ["fp32", "fp32"], 0), gradient, update, scalars, None)
     assert weight.eq(1).all() and state.eq(1).all() and weight._version == 0
+
+
+@pytest.mark.parametrize("place", ["XDG_CACHE_HOME", "HOME"])
+def test_a_home_that_is_no_folder_has_no_table(monkeypatch, tmp_path, place, tables):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv(place, str(tmp_path / "file"))
+    assert tuning.in_force(CARD) == {} and tuning.ranges(CARD, BF16, True) == GUESS
+    tables("shipped", table(entry({512: {C: 1.0}})))
+    tuning.forget()
+    assert tuning.ranges(CARD, BF16, True).at(512) == C
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_table_behind_a_closed_folder_is_none_and_one_that_is_closed_itself_an_error(monkeypatch, tables, seen):
+    """The refusals are made up, so that root gets them too."""
+    path = tables("user", table(entry({512: {C: 1.0}})))
+    calls = {name: getattr(Path, name) for name in ("read_text", "stat")}
+
+    def refuse(name):
+        def call(self, *arguments, **options):
+            if self == path and not (seen and name == "stat"):
+                raise PermissionError(13, "Permission denied", str(self))
+            return calls[name](self, *arguments, **options)
+
+        monkeypatch.setattr(Path, name, call)
+
+    refuse("read_text"), refuse("stat")
+    if seen:
+        with pytest.raises(ValueError, match="cannot be read.*give access"):
+            tuning.in_force(CARD)
+    else:
+        assert tuning.in_force(CARD) == {}
 
 
 def test_places(monkeypatch, tmp_path):

@@ -27,7 +27,11 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def release() -> None:
-    """Give the kept buffers back to torch's allocator."""
+    """Give the kept buffers back to torch's allocator: one for each stream, of 24 MiB or less each.
+
+    Nothing here calls it, as the next step would allocate again. It is for a program that trains no more and needs the
+    memory, or empties torch's cache: `kernels.chunked.release()`, then `torch.cuda.empty_cache()`. Not during a step.
+    """
     _buffers.clear()
 
 
@@ -84,7 +88,8 @@ def _take(count: int, device: torch.device) -> tuple[tuple[torch.device, int] | 
     """A buffer of at least `count` fp32 elements, and the device and stream under which `_give` keeps it.
 
     It belongs to the caller until then: another thread that launches on the same stream gets one of its own. While a
-    CUDA graph is captured the buffer comes from the graph's own pool, and is not kept.
+    CUDA graph is captured the buffer comes from the graph's own pool, and is not kept. It is an ordinary tensor in
+    inference mode too: one made there could not be written to by a later step outside it.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None, torch.empty(count, dtype=torch.float32, device=device)
@@ -92,7 +97,8 @@ def _take(count: int, device: torch.device) -> tuple[tuple[torch.device, int] | 
     kept = _buffers.pop(key, None)
     if kept is None or kept.numel() < count:
         kept = None  # free before its successor is allocated
-        kept = torch.empty(count, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):
+            kept = torch.empty(count, dtype=torch.float32, device=device)
     return key, kept
 
 

@@ -34,6 +34,7 @@ from fused_grad_optimizer.kernels.configs import (
 from fused_grad_optimizer.kernels.factors import Gradient
 
 PATHS = (PORTABLE, HOPPER, CHUNKED)
+SHARED_MEMORY = 226 << 10  # bytes of a Hopper block, which may have 227 KiB, less its barriers
 
 
 @cache
@@ -135,7 +136,23 @@ def launcher(
 
 @lru_cache(maxsize=1024)
 def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, int], ...]) -> HopperConfig:
-    return replace(hopper_config(element_bytes, tokens), **dict(changes))
+    """With the changes, or without all of them where the shared memory would not do: a kernel must not fail to start."""
+    config = hopper_config(element_bytes, tokens)
+    changed = replace(config, **dict(changes))
+    return changed if shared_memory(changed, element_bytes) <= SHARED_MEMORY else config
+
+
+def shared_memory(config: HopperConfig, element_bytes: int) -> int:
+    """Bytes that the rings of the Hopper kernel take: operands in 16 bits, units in fp32, W and states."""
+    operands = config.stages * config.block_t * (config.block_n + config.block_k) * 2
+    units = config.slots * 64 * 64 * 4
+    return operands + units + 2 * config.state_slots * config.state_rows * 64 * element_bytes
+
+
+def fits(choice: tuning.Choice, targets: Sequence[torch.Tensor], tokens: int) -> bool:
+    """Whether a choice of the Hopper kernel is launched with the configuration it names: see `_hopper_config`."""
+    config = _hopper_config(sum([t.element_size() for t in targets]), tokens, choice.config)
+    return all(getattr(config, name) == value for name, value in choice.config)
 
 
 @cache

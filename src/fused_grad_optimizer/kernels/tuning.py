@@ -9,8 +9,8 @@
                              "candidates": [{"path": "wgrad_step_hopper", "config": {}, "us": 80.5}, ...]}]}]}
 
 `bytes` are those of an element of the weight and of each state, `inputs` those of dY and X, `config` the fields that
-differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it;
-between two measured numbers of tokens the path changes where the measured times, taken as straight lines, cross.
+differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it,
+without its configurations where that keeps other bytes (they would not fit the same memory); between two measured numbers of tokens the path changes where the measured times, taken as straight lines, cross.
 """
 
 from __future__ import annotations
@@ -121,16 +121,18 @@ def user_path(card: str) -> Path:
 
 
 def read(path: Path, card: str) -> Table | None:
-    """The table in a file, None without a file.
+    """The table in a file, None without a file: also where a folder above it is none, or may not be entered.
 
     Raises:
         ValueError: it cannot be read, is not a table, or is another card's; names the file and the remedy.
     """
     try:
         text = path.read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, PermissionError) and not _is_seen(path):
+            return None
         raise ValueError(f"the tuning table {path} cannot be read: {error}; remove it, or give access to it") from error
     try:
         table = _parse(json.loads(text))
@@ -140,6 +142,15 @@ def read(path: Path, card: str) -> Table | None:
     if table.card != card:
         raise ValueError(f"the tuning table {path} is of {table.card!r}, and this card is {card!r}; remove it")
     return table
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether there is such a file, as far as the folders above it let one look."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
 
 
 def _parse(data: Any) -> Table:
@@ -237,7 +248,19 @@ def ranges(card: str | None, key: Key, hopper: bool) -> Ranges:
     if near is None:
         return guess
     source = f"table for {card}" if near == key else f"table for {card}, by its entry {near.n}x{near.k}"
-    return from_cells({tokens: cell.us for tokens, cell in entries[near].items()}, hopper, guess, source)
+    cells = {tokens: cell.us for tokens, cell in entries[near].items()}
+    if near.bytes != key.bytes:
+        cells = {tokens: _fastest_of_paths(us) for tokens, us in cells.items()}
+    return from_cells(cells, hopper, guess, source)
+
+
+def _fastest_of_paths(us: Mapping[Choice, float]) -> dict[Choice, float]:
+    """The least time of each path, under its default configuration."""
+    least: dict[Choice, float] = {}
+    for measured, time in us.items():
+        path = Choice(measured.path)
+        least[path] = min(time, least.get(path, math.inf))
+    return least
 
 
 def forget() -> None:

@@ -6,6 +6,7 @@ import datetime
 import platform
 import re
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,17 @@ def default_path(kind: str, env: Mapping[str, Any], *parts: str) -> Path:
 
 
 def check_out(path: Path) -> None:
-    """Refuse a place that cannot be written before minutes are spent on measuring."""
+    """Refuse a place that cannot be written before minutes are spent on measuring.
+
+    Raises:
+        UsageError: it is a folder, or no file can be made beside it.
+    """
     if path.is_dir():
         raise UsageError(f"--out {path} is a folder; give a file name ending in .json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
+            pass
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from error
 

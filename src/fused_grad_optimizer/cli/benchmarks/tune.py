@@ -5,9 +5,11 @@ A cell is one weight, rule and number of tokens. What is in a table, and how FOR
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,11 @@ from fused_grad_optimizer.kernels import dispatch, tuning
 from fused_grad_optimizer.kernels.configs import CANDIDATES, CHUNKED, HOPPER, PORTABLE, ChunkConfig, chunk_rows
 from fused_grad_optimizer.kernels.tuning import Cell, Choice, Key, Table
 from fused_grad_optimizer.storage import STORAGES
+
+try:
+    import fcntl
+except ImportError:  # no lock where there is no flock
+    fcntl = None  # type: ignore[assignment]
 
 SHAPES = {"cuda": (*kernel.SHAPES["cuda"], (128256, 4096))}
 TOKENS = {"cuda": tuple(128 << i for i in range(8))}
@@ -81,10 +88,11 @@ def run(
 
 
 class _Session:
-    """The table while it grows, and what was counted."""
+    """The table while it grows, and what was counted. `own` are the cells that this run measured."""
 
     def __init__(self, table: Table, path: Path, record: dict[str, Any], known: bool) -> None:
         self.table, self.path, self.record, self.known = table, path, record, known
+        self.own: dict[tuple[Key, int], dict[Choice, float]] = {}
         self.done = self.changed = 0
 
     def add(self, case: Case, settings: KernelSettings, measure: Measure) -> str:
@@ -94,13 +102,31 @@ class _Session:
         notes = "".join(f"\n  left out: {line}" for line in dropped)
         if not us:
             return f"not measured{notes}"
-        if self.record not in self.table.runs:
-            self.table.runs.append(self.record)
-        cells = self.table.entries.setdefault(key, {})
-        cells[case.tokens] = Cell(self.table.runs.index(self.record), us)
-        results.save(self.path, tuning.as_json(self.table))
+        self.own[key, case.tokens] = us
+        results.check_out(self.path)
+        with _alone(self.path.parent):
+            notes += self._save()
         self.done += 1
         return self._change(key, case.tokens, us) + notes
+
+    def _save(self) -> str:
+        """Write this run's cells into what the file holds now: another run may have added to it meanwhile.
+
+        A file that was removed or damaged meanwhile is written anew, from what this run last read and its own cells;
+        returns a line about the damage, or nothing.
+        """
+        damage = ""
+        try:
+            self.table = tuning.read(self.path, self.table.card) or self.table
+        except ValueError as error:
+            damage = f"\n  written anew: {error}"
+        if self.record not in self.table.runs:
+            self.table.runs.append(self.record)
+        run = self.table.runs.index(self.record)
+        for (key, tokens), us in self.own.items():
+            self.table.entries.setdefault(key, {})[tokens] = Cell(run, us)
+        results.save(self.path, tuning.as_json(self.table))
+        return damage
 
     def _change(self, key: Key, tokens: int, us: dict[Choice, float]) -> str:
         hopper = any(choice.path == HOPPER for choice in us)
@@ -113,6 +139,21 @@ class _Session:
         self.changed += 1
         was = f"{us[old]:.1f} us" if old in us else "not measured"
         return f"{old} ({was}) -> {new} ({us[new]:.1f} us)"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other runs that write into the folder waiting, where the system can."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a network file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _versions(record: Mapping[str, Any]) -> str:
@@ -140,12 +181,13 @@ def describe(case: Case, settings: KernelSettings) -> str:
 
 
 def candidates(problem: Problem) -> list[Choice]:
-    """What can take this problem; of chunk sizes that give the same rows only the first."""
+    """What can take this problem and fits its card; of chunk sizes that give the same rows only the first."""
     n, k, first = problem.case.n, problem.case.k, problem.targets[0]
-    paths = [PORTABLE]
-    if dispatch.reason_against_hopper(problem.gradient, n, k, [first.weight, *first.states]) is None:
-        paths.append(HOPPER)
-    found = [tuning.choice(path, changes) for path in paths for changes in CANDIDATES[path]]
+    tensors = [first.weight, *first.states]
+    found = [tuning.choice(PORTABLE, changes) for changes in CANDIDATES[PORTABLE]]
+    if dispatch.reason_against_hopper(problem.gradient, n, k, tensors) is None:
+        hopper = [tuning.choice(HOPPER, changes) for changes in CANDIDATES[HOPPER]]
+        found += [choice for choice in hopper if dispatch.fits(choice, tensors, problem.case.tokens)]
     multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     by_rows: dict[int, Choice] = {}
     for changes in CANDIDATES[CHUNKED]:
