@@ -210,7 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {r.name: self._flags.counts[r.index] for r in self._records.values() if self._flags.counts.get(r.index)}
 
     def _state_of(self, parameter: torch.Tensor, update: Update) -> tuple[dict[str, Any], bool]:
-        """State of the parameter, created or converted to its present dtype and device: `(state, fresh)`."""
+        """State of the parameter, created or converted to its present dtype, device and strides: `(state, fresh)`."""
         state = self.state[parameter]
         fresh = state.setdefault("step", 0) == 0
         dtype = state_storage(parameter.dtype, self.state_mode).dtype
@@ -219,8 +219,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             if kept is None:
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 fresh = True
-            elif kept.dtype != dtype or kept.device != parameter.device:
-                state[name] = kept.to(device=parameter.device, dtype=dtype)
+            elif (
+                kept.dtype != dtype or kept.device != parameter.device or kept.stride() != parameter.stride()
+            ):  # kernels address a state as they address its parameter
+                state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(kept)
         return state, fresh
 
     def _scalars_of(self, group, update, step_number: int, fresh: bool, parameter: torch.Tensor) -> StepScalars:
