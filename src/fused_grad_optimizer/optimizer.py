@@ -18,6 +18,7 @@ from fused_grad_optimizer._parameters import (
     ParameterRecord,
     check_gradient,
     check_parameter,
+    check_state,
     finite_operands,
     gradient_of,
     matrix_view,
@@ -210,8 +211,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {r.name: self._flags.counts[r.index] for r in self._records.values() if self._flags.counts.get(r.index)}
 
     def _state_of(self, parameter: torch.Tensor, update: Update) -> tuple[dict[str, Any], bool]:
-        """State of the parameter, created or converted to its present dtype, device and strides: `(state, fresh)`."""
+        """State of the parameter, created or converted to its present dtype, device and strides: `(state, fresh)`.
+
+        Raises:
+            ValueError: a state has another shape than the parameter.
+        """
         state = self.state[parameter]
+        for name in update.states:
+            if state.get(name) is not None:
+                check_state(name, state[name], parameter, self.name_of(parameter))
         fresh = state.setdefault("step", 0) == 0
         dtype = state_storage(parameter.dtype, self.state_mode).dtype
         for name in update.states:
@@ -285,7 +293,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
-            ValueError: a gradient that cannot be stepped (sparse); nothing has been changed by this call then.
+            ValueError: a gradient that cannot be stepped (sparse, or of another shape); nothing has been changed by
+                this call then. Or a state of another shape than its parameter, which has not moved then.
         """
         loss = None
         if closure is not None:
@@ -301,7 +310,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
-                    check_gradient(grad, self.name_of(parameter))
+                    check_gradient(grad, parameter, self.name_of(parameter))
                     todo.append((parameter, group, grad))
         if todo or self._began:
             self._begin()
@@ -397,7 +406,7 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     if group is None or grad is None:
         return
     record = optimizer._records[parameter]
-    check_gradient(grad, record.name)
+    check_gradient(grad, parameter, record.name)
     parameter.grad = None
     if is_small(parameter, grad):
         optimizer._queue.add(parameter, group, grad)
@@ -405,7 +414,12 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
         optimizer._pass.moved.append(record.name)
         optimizer._update(parameter, group, grad)
     applied = record.applied
-    if applied is None or applied.dtype != parameter.dtype or applied.device != parameter.device:
+    if (
+        applied is None
+        or applied.dtype != parameter.dtype
+        or applied.device != parameter.device
+        or applied.shape != parameter.shape
+    ):
         applied = record.applied = AppliedGrad(parameter, record.name)
     parameter.grad = applied
 

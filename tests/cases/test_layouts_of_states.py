@@ -77,3 +77,59 @@ def test_states_of_unchanged_layout_keep_their_memory():
         optimizer.step()
         kept.append([optimizer.state[p]["exp_avg"] for p in parameters])
     assert all(a is b is c for a, b, c in zip(*kept))
+
+
+# -- other shapes ------------------------------------------------------------------------------------------------------
+
+
+def two_parameters(monkeypatch, gathered, rule="adamw", when="step"):
+    """Stepped once, in which their values are 1 and their gradients 1."""
+    monkeypatch.setattr(_small, "pays", lambda device, dtype: gathered)
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = FusedOptimizer([("a", a), ("b", b)], rule, lr=LR, when=when)
+    (a.sum() + b.sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return a, b, optimizer
+
+
+@GATHERED
+@pytest.mark.parametrize("shape", [(6,), (2,), (3, 1)])
+def test_a_gradient_of_another_shape_is_refused_before_anything_moves(monkeypatch, gathered, shape):
+    a, b, optimizer = two_parameters(monkeypatch, gathered)
+    before, kept = a.detach().clone(), torch.ones(shape)
+    a.grad, b.grad = torch.ones(2), torch.ones(3)
+    b.data = kept.clone()
+    with pytest.raises(ValueError, match=r"gradient of b has shape \(3,\).*zero_grad"):
+        optimizer.step()
+    assert torch.equal(a, before) and torch.equal(b, kept)
+    assert optimizer.state[a]["step"] == optimizer.state[b]["step"] == 1
+
+
+@GATHERED
+@pytest.mark.parametrize("shape", [(6,), (2,), (3, 1)])
+def test_a_state_of_another_shape_is_refused_and_popped(monkeypatch, gathered, shape):
+    _, b, optimizer = two_parameters(monkeypatch, gathered)
+    states = copy.deepcopy(optimizer.state[b])
+    b.data = torch.ones(shape)
+    b.grad = torch.full(shape, 2.0)
+    with pytest.raises(ValueError, match=r"exp_avg of b has shape \(3,\).*optimizer\.state\.pop"):
+        optimizer.step()
+    assert torch.equal(b, torch.ones(shape))
+    assert all(torch.equal(states[n], optimizer.state[b][n]) for n in ("exp_avg", "exp_avg_sq"))
+    assert optimizer.state[b]["step"] == 1
+    optimizer.state.pop(b)
+    optimizer.step()
+    dense = nn.Parameter(torch.ones(shape))
+    dense.grad = torch.full(shape, 2.0)
+    torch.optim.AdamW([dense], lr=LR).step()
+    assert torch.allclose(b, dense, rtol=0, atol=1e-3 * LR) and optimizer.state[b]["step"] == 1
+
+
+@GATHERED
+def test_a_parameter_without_states_takes_another_shape_in_backward(monkeypatch, gathered):
+    _, b, optimizer = two_parameters(monkeypatch, gathered, "sgd", "backward")
+    b.data = torch.zeros(6)
+    (2 * b).sum().backward()
+    optimizer.step()
+    assert torch.allclose(b, torch.full((6,), -2 * LR)) and b.grad is None
