@@ -255,8 +255,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         update = self.rule.select(group)
         state, fresh = self._state_of(parameter, update)
-        state["step"] += 1
         if parameter.numel() == 0:
+            state["step"] += 1
             return
         order = storage_order(parameter)
         states = [state[name] for name in update.states]
@@ -269,8 +269,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             record.index,
         )
         gradient = gradient_of(parameter, grad, order, group["maximize"])
-        scalars = self._scalars_of(group, update, state["step"], fresh, parameter)
+        scalars = self._scalars_of(group, update, state["step"] + 1, fresh, parameter)
         step(target, gradient, update, scalars, flag if on_device else None)
+        state["step"] += 1
         if on_device and record.plan is None:
             record.plan = _plans.make(parameter, grad, target, update, states)
 
@@ -316,6 +317,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._begin()
         else:
             self._strangers.warn(self._records)
+        try:
+            self._update_all(todo)
+        except BaseException:
+            self._finish()  # the next step must not take this one's values and flags
+            raise
+        self._finish()
+        if self._flags.known:
+            self._apply_skips()
+        return loss
+
+    def _update_all(self, todo: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
         small = []
         for parameter, group, grad in todo:
             self._hook(parameter)
@@ -326,10 +338,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self.when == "backward":
                 parameter.grad = None
         step_together(self, small)
-        self._finish()
-        if self._flags.known:
-            self._apply_skips()
-        return loss
 
     def _finish(self) -> None:
         """End the pass and take back what stands in `.grad` of the parameters that backward stepped."""
@@ -356,6 +364,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "already applied and cannot be dropped. Use when='step', or requires_grad_(False) on parameters that "
                 "this backward must not move."
             )
+        if self._began:  # by a backward that failed before anything moved
+            self._finish()
         super().zero_grad(set_to_none)
 
     # -- saving ------------------------------------------------------------------------------------------------------
