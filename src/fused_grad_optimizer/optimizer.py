@@ -195,8 +195,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for parameter, record in self._records.items():
             if record.index in skipped:
                 names.append(record.name)
-                if skipped[record.index] == "device":
-                    self.state[parameter]["step"] -= 1
+                state = self.state.get(parameter, {})
+                if skipped[record.index] == "device" and state.get("step", 0) > 0:  # else it was taken away meanwhile
+                    state["step"] -= 1
         if names:
             warnings.warn(
                 f"NaN or inf in the gradients of {', '.join(names)}: these and their states were left untouched",
@@ -386,8 +387,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        if self._began:  # what was skipped belongs to the state that is replaced
+            self._flags.end()
+            self._flags.begin()
         self._apply_skips()
         _state_io.load_state(self, state_dict)
+        self._scalars.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import fused_grad_optimizer as forge
-from fused_grad_optimizer import FusedOptimizer, _small
+from fused_grad_optimizer import FusedOptimizer, _flags, _small
 
 from .helpers import Explode
 
@@ -102,3 +103,94 @@ def test_zero_grad_after_a_backward_that_failed_before_anything_moved(monkeypatc
     p.sum().backward()
     optimizer.step()
     assert torch.equal(p, torch.full((3,), -0.25))
+
+
+# -- updates that a device has skipped ---------------------------------------------------------------------------------
+
+
+class _Copied:
+    def synchronize(self):
+        pass
+
+
+@pytest.fixture
+def learnt_late(monkeypatch):
+    """The host learns of skips as it does from a GPU: `set_flag(optimizer)` marks parameter 0, which was counted."""
+
+    def end(self):
+        self._pending += [(flags.clone(), _Copied()) for flags in self._flags.values()]
+
+    monkeypatch.setattr(_flags.SkipFlags, "end", end)
+    return lambda optimizer: optimizer._flags.of(0, torch.device("cpu")).fill_(1)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_skip_is_not_taken_off_a_state_that_was_loaded_since(learnt_late, fits):
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([p], lr=1.0)
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    p.sum().backward()
+    learnt_late(optimizer)
+    with pytest.warns(RuntimeWarning, match="NaN or inf in the gradients of parameter 0"):
+        if fits:
+            optimizer.load_state_dict(saved)
+        else:
+            with pytest.raises(ValueError, match="parameter groups"):
+                optimizer.load_state_dict({**saved, "param_groups": []})
+    optimizer.step()
+    p.sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 4  # 3 + the last one
+    assert optimizer.skipped == {"parameter 0": 1}
+
+
+@pytest.mark.parametrize("how", ["clear", "pop"])
+def test_a_skip_of_a_state_that_is_gone_is_only_said(learnt_late, how):
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([p], lr=1.0)
+    p.sum().backward()
+    learnt_late(optimizer)
+    optimizer.step()
+    optimizer.state.clear() if how == "clear" else optimizer.state.pop(p)
+    with pytest.warns(RuntimeWarning, match="parameter 0"):
+        p.sum().backward()
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1 and optimizer.skipped == {"parameter 0": 1}
+
+
+def test_values_loaded_between_backward_and_step_are_taken():
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([a, b], "sgd", lr=1.0)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.25
+    a.sum().backward()
+    optimizer.load_state_dict(saved)
+    b.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(a, torch.full((3,), -1.0)) and torch.equal(b, torch.full((3,), -0.25))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3,), (512, 256), (300, 300)])
+def test_a_skip_on_a_gpu_is_not_taken_off_a_loaded_state(shape):
+    p = nn.Parameter(torch.zeros(shape, device="cuda"))
+    optimizer = FusedOptimizer([p], lr=1e-2)
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+    saved, weights = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
+    (p * float("nan")).sum().backward()
+    with pytest.warns(RuntimeWarning, match="NaN or inf"):
+        optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert torch.equal(p, weights) and optimizer.state_dict()["state"][0]["step"] == 3
+    (p * float("nan")).sum().backward()
+    optimizer.step()
+    optimizer.state.clear()
+    with pytest.warns(RuntimeWarning, match="NaN or inf"):
+        p.sum().backward()
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1 and optimizer.skipped == {"parameter 0": 2}
