@@ -371,6 +371,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles: the parameters' hooks would still call this optimizer, not the copy."""
+        raise TypeError(
+            "a FusedOptimizer cannot be copied or pickled, it is tied to its parameters by hooks: save its "
+            "state_dict(), make a new optimizer for the copied model, and load that with load_state_dict()"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: `step`, the rule's states, the parameter groups. torch.optim.AdamW loads it."""
         self._pass.settle()
