@@ -72,9 +72,24 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return order is None or tensor.permute(order).is_contiguous()
 
 
-def check_gradient(grad: torch.Tensor, name: str) -> None:
+def check_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
+    """Raise `ValueError` if the parameter cannot be stepped with this gradient."""
     if grad.layout != torch.strided:
         raise ValueError(f"the gradient of {name} is {grad.layout}; set sparse=False on its module")
+    if grad.shape != parameter.shape:
+        raise ValueError(
+            f"the gradient of {name} has shape {tuple(grad.shape)}, the parameter {tuple(parameter.shape)}: drop the "
+            "gradient (zero_grad) and run the backward again"
+        )
+
+
+def check_state(name: str, state: torch.Tensor, parameter: torch.Tensor, parameter_name: str) -> None:
+    """Raise `ValueError` if the state called `name` does not have the parameter's shape."""
+    if state.shape != parameter.shape:
+        raise ValueError(
+            f"{name} of {parameter_name} has shape {tuple(state.shape)}, the parameter {tuple(parameter.shape)}: "
+            "after a change of shape remove its state with optimizer.state.pop(parameter), or make a new optimizer"
+        )
 
 
 def storage_order(parameter: torch.Tensor) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from fused_grad_optimizer._parameters import (
     ParameterRecord,
     check_gradient,
     check_parameter,
+    check_state,
     finite_operands,
     gradient_of,
     matrix_view,
@@ -196,8 +197,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for parameter, record in self._records.items():
             if record.index in skipped:
                 names.append(record.name)
-                if skipped[record.index] == "device":
-                    self.state[parameter]["step"] -= 1
+                state = self.state.get(parameter, {})
+                if skipped[record.index] == "device" and state.get("step", 0) > 0:  # else it was taken away meanwhile
+                    state["step"] -= 1
         if names:
             warnings.warn(
                 f"NaN or inf in the gradients of {', '.join(names)}: these and their states were left untouched",
@@ -212,8 +214,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {r.name: self._flags.counts[r.index] for r in self._records.values() if self._flags.counts.get(r.index)}
 
     def _state_of(self, parameter: torch.Tensor, update: Update) -> tuple[dict[str, Any], bool]:
-        """State of the parameter, created or converted to its present dtype and device: `(state, fresh)`."""
+        """State of the parameter, created or converted to its present dtype, device and strides: `(state, fresh)`.
+
+        Raises:
+            ValueError: a state has another shape than the parameter.
+        """
         state = self.state[parameter]
+        for name in update.states:
+            if state.get(name) is not None:
+                check_state(name, state[name], parameter, self.name_of(parameter))
         fresh = state.setdefault("step", 0) == 0
         dtype = state_storage(parameter.dtype, self.state_mode).dtype
         for name in update.states:
@@ -221,8 +230,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             if kept is None:
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 fresh = True
-            elif kept.dtype != dtype or kept.device != parameter.device:
-                state[name] = kept.to(device=parameter.device, dtype=dtype)
+            elif (
+                kept.dtype != dtype or kept.device != parameter.device or kept.stride() != parameter.stride()
+            ):  # kernels address a state as they address its parameter
+                state[name] = torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(kept)
         return state, fresh
 
     def _scalars_of(self, group, update, step_number: int, fresh: bool, parameter: torch.Tensor) -> StepScalars:
@@ -247,8 +258,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         update = self.rule.select(group)
         state, fresh = self._state_of(parameter, update)
-        state["step"] += 1
         if parameter.numel() == 0:
+            state["step"] += 1
             return
         order = storage_order(parameter)
         states = [state[name] for name in update.states]
@@ -261,8 +272,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             record.index,
         )
         gradient = gradient_of(parameter, grad, order, group["maximize"])
-        scalars = self._scalars_of(group, update, state["step"], fresh, parameter)
+        scalars = self._scalars_of(group, update, state["step"] + 1, fresh, parameter)
         step(target, gradient, update, scalars, flag if on_device else None)
+        state["step"] += 1
         if on_device and record.plan is None:
             record.plan = _plans.make(parameter, grad, target, update, states)
 
@@ -285,7 +297,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
-            ValueError: a gradient that cannot be stepped (sparse); nothing has been changed by this call then.
+            ValueError: a gradient that cannot be stepped (sparse, or of another shape); nothing has been changed by
+                this call then. Or a state of another shape than its parameter, which has not moved then.
         """
         loss = None
         if closure is not None:
@@ -301,12 +314,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
-                    check_gradient(grad, self.name_of(parameter))
+                    check_gradient(grad, parameter, self.name_of(parameter))
                     todo.append((parameter, group, grad))
         if todo or self._began:
             self._begin()
         else:
             self._strangers.warn(self._records)
+        try:
+            self._update_all(todo)
+        except BaseException:
+            self._finish()  # the next step must not take this one's values and flags
+            raise
+        self._finish()
+        if self._flags.known:
+            self._apply_skips()
+        return loss
+
+    def _update_all(self, todo: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
         small = []
         for parameter, group, grad in todo:
             self._hook(parameter)
@@ -317,10 +341,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self.when == "backward":
                 parameter.grad = None
         step_together(self, small)
-        self._finish()
-        if self._flags.known:
-            self._apply_skips()
-        return loss
 
     def _finish(self) -> None:
         """End the pass and take back what stands in `.grad` of the parameters that backward stepped."""
@@ -347,9 +367,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "already applied and cannot be dropped. Use when='step', or requires_grad_(False) on parameters that "
                 "this backward must not move."
             )
+        if self._began:  # by a backward that failed before anything moved
+            self._finish()
         super().zero_grad(set_to_none)
 
     # -- saving ------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies and pickles: the parameters' hooks would still call this optimizer, not the copy."""
+        raise TypeError(
+            "a FusedOptimizer cannot be copied or pickled, it is tied to its parameters by hooks: save its "
+            "state_dict(), make a new optimizer for the copied model, and load that with load_state_dict()"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's: `step`, the rule's states, the parameter groups. torch.optim.AdamW loads it."""
@@ -367,8 +396,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        if self._began:  # what was skipped belongs to the state that is replaced
+            self._flags.end()
+            self._flags.begin()
         self._apply_skips()
         _state_io.load_state(self, state_dict)
+        self._scalars.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -397,7 +430,7 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     if group is None or grad is None:
         return
     record = optimizer._records[parameter]
-    check_gradient(grad, record.name)
+    check_gradient(grad, parameter, record.name)
     parameter.grad = None
     if is_small(parameter, grad):
         optimizer._queue.add(parameter, group, grad)
@@ -405,7 +438,12 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
         optimizer._pass.moved.append(record.name)
         optimizer._update(parameter, group, grad)
     applied = record.applied
-    if applied is None or applied.dtype != parameter.dtype or applied.device != parameter.device:
+    if (
+        applied is None
+        or applied.dtype != parameter.dtype
+        or applied.device != parameter.device
+        or applied.shape != parameter.shape
+    ):
         applied = record.applied = AppliedGrad(parameter, record.name)
     parameter.grad = applied
 

@@ -220,3 +220,18 @@ def test_the_optimizer_of_a_model_that_is_gone_keeps_nothing_alive(when):
     gc.collect()
     assert seen[0]() is None and seen[1]() is None
     train(a, ref(a), c, forge.fuse(c, when=when, lr=LR, weight_decay=0.01), loss, 1)
+
+
+@BOTH
+@pytest.mark.parametrize("way", [*COPIES, "copy"])
+def test_an_optimizer_is_not_copied_but_its_state_dict_is(when, way):
+    a, oa, b, ob = both(mlp, when)
+    train(a, oa, b, ob, loss, 2)
+    with pytest.raises(TypeError, match=r"state_dict\(\)"):
+        {**COPIES, "copy": copy.copy}[way](ob)
+    c = copy.deepcopy(b)
+    oc = forge.fuse(c, when=when, lr=1.0)
+    oc.load_state_dict(copy.deepcopy(ob.state_dict()))
+    kept = snapshot(b)
+    train(a, oa, c, oc, lambda m, i: loss(m, i + 2), 2)
+    assert passes(a, c, 4) and unchanged(b, kept)
