@@ -9,8 +9,9 @@
                              "candidates": [{"path": "wgrad_step_hopper", "config": {}, "us": 80.5}, ...]}]}]}
 
 `bytes` are those of an element of the weight and of each state, `inputs` those of dY and X, `config` the fields that
-differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it,
-without its configurations where that keeps other bytes (they would not fit the same memory); between two measured numbers of tokens the path changes where the measured times, taken as straight lines, cross.
+differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it; from
+one of other bytes the paths, but no configurations. Between two measured numbers of tokens the path changes where the
+measured times, taken as straight lines, cross.
 """
 
 from __future__ import annotations
