@@ -88,7 +88,8 @@ class CudaDriver:
         if not _map_offset() or len(box) != 2:
             return False
         shape = [4 * box[0], 4 * box[1]]
-        ours = (ctypes.c_uint64 * 16).from_address(self.address(self.encode(meta, 1 << 20, shape, [stride, 1])))
+        tensor_map = self.encode(meta, 1 << 20, shape, [stride, 1])  # alive while its memory is read
+        ours = list((ctypes.c_uint64 * 16).from_address(self.address(tensor_map)))
         over_zeros = self._encoded_over(0x00, meta, shape, stride)
         over_ones = self._encoded_over(0xFF, meta, shape, stride)
         if over_zeros is None or over_ones is None:
