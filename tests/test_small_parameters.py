@@ -223,3 +223,14 @@ def test_a_manager(monkeypatch):
         return [p.detach().clone() for p in model.parameters()], manager.skipped
 
     assert_both_ways(monkeypatch, run)
+
+
+def test_two_parameters_on_one_memory_take_a_launch_each(gathered):
+    first = nn.Parameter(torch.zeros(5))
+    second, other = nn.Parameter(first.data), nn.Parameter(torch.zeros(3))
+    optimizer = forge.FusedOptimizer([first, second, other], "sgd", lr=1.0, when="step")
+    for parameter in (first, second, other):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert gathered.sizes == [2, 1]
+    assert torch.equal(first, torch.full((5,), -2.0)) and torch.equal(other, torch.full((3,), -1.0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,6 +67,7 @@ def step_together(
 ) -> None:
     """One update of each parameter, as `FusedOptimizer._update` makes it; `moved` is called for each that is done."""
     alike: dict[Any, list[_Ready]] = {}
+    seen: Counter[int] = Counter()  # two parameters may share memory: one launch would step it in any order
     for entry in entries:
         parameter, group, grad = entry[:3]
         record = optimizer._records[parameter]
@@ -76,8 +78,10 @@ def step_together(
                 moved(entry)  # skipped, which counts as done
             continue
         state, fresh = optimizer._state_of(parameter, optimizer.rule.select(group))
-        key = (id(group), state["step"] + 1, fresh, parameter.dtype, grad.dtype, device)
+        address = parameter.data_ptr()
+        key = (id(group), state["step"] + 1, fresh, parameter.dtype, grad.dtype, device, seen[address])
         alike.setdefault(key, []).append((entry, state, record.index))
+        seen[address] += 1
     launches: dict[Any, list[tuple[Any, list[_Ready]]]] = {}
     for key, bucket in alike.items():
         _, number, fresh, *places = key
@@ -105,7 +109,7 @@ def _finite_on_host(optimizer: FusedOptimizer, index: int, grad: torch.Tensor) -
 
 def _launch(optimizer: FusedOptimizer, buckets: list[tuple[Any, list[_Ready]]]) -> None:
     """Step parameters with the same update, scalar values, dtypes and device; all or none of them."""
-    (_, number, fresh, dtype, _, device), (first, *_) = buckets[0][0], buckets[0][1][0]
+    (_, number, fresh, dtype, _, device, _), (first, *_) = buckets[0][0], buckets[0][1][0]
     update = optimizer.rule.select(first.group)
     weights: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
