@@ -118,10 +118,8 @@ def _step(
     else:
         with on_device(weight.device):
             if dys:
-                stochastic = any(STORAGES[name].stochastic for name in storages)
-                launch, options = _gemm_kernel(
-                    gradient, weight.shape[0], weight.shape[1], [weight, *states], stochastic=stochastic
-                )
+                n, k = weight.shape
+                launch, options = _gemm_kernel(gradient, n, k, [weight, *states], stochastic=_stores(storages)[1])
             else:
                 launch, options = _dense_kernel(), {}
             _launch_step(launch, gradient, target, scalars, keys, flag, update, **options)
@@ -323,7 +321,7 @@ def bind_step(target: Target, gradient: Gradient, update: Update, scalars: StepS
     operands += [] if gradient.scale is None else [gradient.scale]
     moving = [*operands, flag, scalars.values, scalars.keys]
     n, k = target.weight.shape
-    stochastic = any(STORAGES[name].stochastic for name in target.storages)
+    stochastic = _stores(target.storages)[1]
     launch, options = _gemm_kernel(gradient, n, k, [target.weight, *target.states], stochastic=stochastic)
     if "through" not in signature(launch).parameters:
         return None

@@ -11,13 +11,9 @@ from fused_grad_optimizer import ops
 from fused_grad_optimizer.kernels import Gradient, Target, chunked, dispatch, param_step
 from fused_grad_optimizer.kernels.configs import ChunkConfig, chunk_rows
 from fused_grad_optimizer.rules import UPDATES, twin
-from fused_grad_optimizer.storage import STORAGES
+from tests.gpu.steps import HYPER, copy_of, make_target, noise, take_step
 
 pytestmark = pytest.mark.gpu
-HYPER = {
-    "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0,
-    "nesterov": False,
-}  # fmt: skip
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -27,11 +23,6 @@ def chunks(monkeypatch):
     chunked.release()
     yield
     chunked.release()
-
-
-def noise(seed, *shape, dtype=BF16):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 def factors(n, k, tokens, dtype=BF16, **parts):
@@ -44,21 +35,6 @@ def all_parts(n, k):
     row_map, row_sums = torch.ops.forge.sum_rows(ids, noise(50, len(ids), k), n, FP32)
     scale = torch.tensor(0.3, device="cuda")
     return {"row_map": row_map, "row_sums": row_sums, "scale": scale, "dense": noise(51, n, k)}
-
-
-def make_target(update, n, k, weight="bf16", state="bf16"):
-    w = (noise(100, n, k, dtype=FP32) * 0.02).to(STORAGES[weight].dtype)
-    states = [(noise(101 + i, n, k).abs() * 0.01).to(STORAGES[state].dtype) for i in range(len(update.states))]
-    return Target(w, states, [weight] + [state] * len(states), 3)
-
-
-def copy_of(t):
-    return Target(t.weight.clone(), [s.clone() for s in t.states], t.storages, t.parameter)
-
-
-def take_step(t, gradient, update, flag=None):
-    scalars = ops.make_scalars(update, HYPER, 3, False, 0, t.weight.device, t.weight.dtype)
-    ops.step(t, gradient, update, scalars, flag)
 
 
 def step_by_param_step(t, gradient, update, dw):

@@ -54,10 +54,15 @@ def make_gradient(n, k, tokens, dtype, wide=0, scaled=False):
     return Gradient(dys, xs, scale=torch.full((), 0.37, device="cuda") if scaled else None)
 
 
-def stepped(gradient, n, k, storage):
+def fresh(n, k, storage="bf16"):
+    """A target, a flag that is not aligned to 16 bytes, and scalars."""
     target = make_target(n, k, storage)
     flag = torch.zeros(8, dtype=torch.int32, device="cuda")[3]
-    scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
+    return target, flag, ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
+
+
+def stepped(gradient, n, k, storage):
+    target, flag, scalars = fresh(n, k, storage)
     ops.step(target, gradient, ADAMW, scalars, flag)
     return [target.weight, *target.states]
 
@@ -191,8 +196,7 @@ def test_a_captured_graph_replays_direct_launches(directly, tokens):
     n, k = 256, 512
     gradient = make_gradient(n, k, tokens, torch.bfloat16)
     wanted = stepped(gradient, n, k, "bf16")
-    target, flag = make_target(n, k, "bf16"), torch.zeros(8, dtype=torch.int32, device="cuda")[3]
-    scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
+    target, flag, scalars = fresh(n, k)
     before = [t.clone() for t in (target.weight, *target.states)]
     if len(tokens) == 1 or dispatch.choose(gradient, n, k, before)[0] == dispatch.HOPPER:
         for _ in range(2):
@@ -216,8 +220,7 @@ def test_it_launches_on_the_current_stream(directly):
     n, k = 512, 512
     gradient = make_gradient(n, k, (64,), torch.bfloat16)
     wanted = stepped(gradient, n, k, "bf16")
-    target, flag = make_target(n, k, "bf16"), torch.zeros(8, dtype=torch.int32, device="cuda")[3]
-    scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
+    target, flag, scalars = fresh(n, k)
     x = gradient.xs[0].clone()
     gradient.xs[0].zero_()
     torch.cuda.synchronize()
@@ -236,8 +239,7 @@ def test_a_thread_that_has_not_used_cuda_yet(directly):
     n, k = 256, 256
     gradient = make_gradient(n, k, (64,), torch.bfloat16)
     wanted = stepped(gradient, n, k, "bf16")
-    target, flag = make_target(n, k, "bf16"), torch.zeros(8, dtype=torch.int32, device="cuda")[3]
-    scalars = ops.make_scalars(ADAMW, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
+    target, flag, scalars = fresh(n, k)
     torch.cuda.synchronize()
     errors = []
 

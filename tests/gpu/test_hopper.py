@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from fused_grad_optimizer import ops
-from fused_grad_optimizer.kernels import Gradient, Target, dispatch
+from fused_grad_optimizer.kernels import Gradient, dispatch
 from fused_grad_optimizer.rules import UPDATES
-from fused_grad_optimizer.storage import STORAGES
+from tests.gpu.steps import copy_of, make_target, noise, take_step
 
 pytestmark = pytest.mark.gpu
-HYPER = {
-    "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0,
-    "nesterov": False,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -26,30 +22,10 @@ def hopper(monkeypatch):
         pytest.skip("needs a Hopper GPU and a Triton that the kernel compiles with")
 
 
-def noise(seed, *shape, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-
 def factors(n, k, tokens, dtype=torch.bfloat16, scale=None):
     """A Gradient of one (dY, X) pair for each number of tokens."""
     dys = [noise(2 * i, t, n, dtype=dtype) / t**0.5 for i, t in enumerate(tokens)]
     return Gradient(dys, [noise(2 * i + 1, t, k, dtype=dtype) for i, t in enumerate(tokens)], scale=scale)
-
-
-def target(update, n, k, weight="bf16", state="bf16"):
-    w = (noise(100, n, k, dtype=torch.float32) * 0.02).to(STORAGES[weight].dtype)
-    states = [(noise(101 + i, n, k).abs() * 0.01).to(STORAGES[state].dtype) for i in range(len(update.states))]
-    return Target(w, states, [weight] + [state] * len(states), 3)
-
-
-def copy_of(t):
-    return Target(t.weight.clone(), [s.clone() for s in t.states], t.storages, t.parameter)
-
-
-def take_step(t, gradient, update, flag=None):
-    scalars = ops.make_scalars(update, HYPER, 3, False, 0, t.weight.device, t.weight.dtype)
-    ops.step(t, gradient, update, scalars, flag)
 
 
 def dense(gradient, n, k):
@@ -73,7 +49,7 @@ def assert_same(a, b):
 def test_fused_equals_unfused_bit_for_bit(name, weight, state):
     update, n, k = UPDATES[name], 336, 1008
     gradient = factors(n, k, (70, 1, 64), scale=torch.tensor(0.3, device="cuda"))
-    fused = target(update, n, k, weight, state)
+    fused = make_target(update, n, k, weight, state)
     unfused = copy_of(fused)
     assert_takes(gradient, n, k, fused.weight, *fused.states)
     take_step(fused, gradient, update)
@@ -102,7 +78,7 @@ def test_rows_of_a_wider_tensor():
     update, n, k = UPDATES["adamw"], 128, 256
     wide_dy, wide_x = noise(0, 200, 512) * 0.1, noise(1, 200, 1024)
     sliced = Gradient([wide_dy[:, 64:192]], [wide_x[:, 128:384]])
-    fused = target(update, n, k)
+    fused = make_target(update, n, k)
     wanted = copy_of(fused)
     assert_takes(sliced, n, k, fused.weight)
     take_step(fused, sliced, update)
@@ -112,7 +88,7 @@ def test_rows_of_a_wider_tensor():
 
 def test_a_thousand_runs_have_the_same_bits():
     update, n, k = UPDATES["adamw"], 1024, 1040
-    gradient, start = factors(n, k, (300,)), target(update, n, k)
+    gradient, start = factors(n, k, (300,)), make_target(update, n, k)
     first = copy_of(start)
     take_step(first, gradient, update)
     different = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -127,7 +103,7 @@ def test_a_thousand_runs_have_the_same_bits():
 
 def test_a_flag_leaves_everything_untouched():
     update, n, k = UPDATES["adamw"], 256, 256
-    fused = target(update, n, k)
+    fused = make_target(update, n, k)
     before = copy_of(fused)
     take_step(fused, factors(n, k, (64,)), update, torch.ones(1, dtype=torch.int32, device="cuda"))
     assert_same(fused, before)

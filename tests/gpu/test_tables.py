@@ -11,7 +11,8 @@ from fused_grad_optimizer import ops
 from fused_grad_optimizer.kernels import dispatch, tuning
 from fused_grad_optimizer.kernels.configs import CANDIDATES, HOPPER
 from fused_grad_optimizer.rules import UPDATES
-from tests.gpu.test_hopper import HYPER, copy_of, factors, target
+from tests.gpu.steps import HYPER, copy_of, make_target
+from tests.gpu.test_hopper import factors
 
 pytestmark = pytest.mark.gpu
 N, K = 512, 768
@@ -51,7 +52,7 @@ def test_a_table_of_bf16_serves_other_storages(changes, rule, weight, state, tok
     """The same bits as with the default configuration: none changes the order of the sums."""
     write_table(changes)
     update, gradient = UPDATES[rule], factors(N, K, (tokens,))
-    start = target(update, N, K, weight, state)
+    start = make_target(update, N, K, weight, state)
     tuned, default = copy_of(start), copy_of(start)
     scalars = ops.make_scalars(update, HYPER, 3, False, 0, start.weight.device, start.weight.dtype)
     found = dispatch.plan(gradient, N, K, [start.weight, *start.states], stochastic=weight == "bf16")
@@ -67,7 +68,7 @@ def test_every_candidate_that_is_said_to_fit_can_be_launched():
     """A launch that asks for more shared memory than there is fails: all fit with states in bf16, not all in fp32."""
     update, gradient = UPDATES["adamw"], factors(N, K, (512,))
     for state in ("bf16", "fp32"):
-        one = target(update, N, K, "bf16", state)
+        one = make_target(update, N, K, "bf16", state)
         tensors = [one.weight, *one.states]
         scalars = ops.make_scalars(update, HYPER, 3, False, 0, one.weight.device, one.weight.dtype)
         fitting = [c for c in CANDIDATES[HOPPER] if dispatch.fits(tuning.choice(HOPPER, c), tensors, 512)]

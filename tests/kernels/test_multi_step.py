@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import library
 
 from fused_grad_optimizer import ops
 from fused_grad_optimizer.kernels import Gradient, Target
@@ -113,7 +114,7 @@ def test_declares_what_it_mutates(device):
     scalars = small.scalars()
     states = [s for kept in small.states for s in kept]
     versions = [t._version for t in (*small.weights, *states)]
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.forge.multi_step.default,
         (small.weights, states, small.gradients, scalars.values, scalars.keys,
          torch.zeros(64, dtype=torch.int32, device=device), "adamw", small.storages, small.indices),
