@@ -12,7 +12,7 @@ from fused_grad_optimizer.storage.rounding import (
     hash_pairs,
     pair_index,
     parameter_keys,
-    round_stochastic_bf16,
+    round_bits,
     spread,
     step_keys,
 )
@@ -25,6 +25,10 @@ def bits(count, seed=0, step=1, parameter=0, start=0):
     words = [word, *(spread(word, multiplier) for multiplier in MULTIPLIERS[1:])]
     random = [halves(w, out=torch.empty(2 * len(w), dtype=torch.int32)) & 0xFFFF for w in words]
     return [r[start % 2 : start % 2 + count] for r in random]
+
+
+def round_stochastic_bf16(value, random):
+    return round_bits(value.view(torch.int32), random).view(torch.float32).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-9, 1.001, -3.14159, 1e-30, 1e30, 1e-39])

@@ -84,8 +84,3 @@ def round_bits(bits, random):
     """
     finite = (bits & 0x7F800000) != 0x7F800000
     return torch.where(finite, (bits + (random & 0xFFFF)) & -65536, bits)
-
-
-def round_stochastic_bf16(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """fp32 -> bf16 with `round_bits`; `random` is int32."""
-    return round_bits(value.view(torch.int32), random).view(torch.float32).to(torch.bfloat16)
