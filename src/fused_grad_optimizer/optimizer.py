@@ -65,6 +65,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         >>> optimizer.step(); optimizer.zero_grad()
         >>> int(optimizer.state[model.weight]["step"])
         1
+
+    On a GPU the host learns late of an update that was skipped for NaN or inf: until the next pass begins,
+    `state[p]["step"]` counts it. `state_dict()` and `skipped` wait for the device, and all counts are right after them.
     """
 
     report: Any = None
@@ -100,6 +103,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, _remove_all, self._hooks)
         self._pass = BackwardPass()  # a manager puts one for all its optimizers here
         self._began = False
+        self._number = -1  # of the pass when it began
         self._settings: Any = None
         self._flags = SkipFlags()
         self._queue = SmallQueue(self)
@@ -169,9 +173,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Once between two `step()`s, before the first update."""
+        """Once between two `step()`s, before the first update; and again after a backward that moved nothing."""
         if self._began:
-            return
+            if self._number == self._pass.number:
+                return
+            self._flags.end()
+            self._began = False
         refuse_several_processes()
         self._strangers.warn(self._records)
         self._apply_skips()
@@ -181,7 +188,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
         )
-        self._began = True
+        self._began, self._number = True, self._pass.number
 
     def _end(self) -> None:
         if self._began:
@@ -191,7 +198,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch.clear_autocast_cache()  # it may hold casts of the weights as they were
 
     def _apply_skips(self) -> None:
-        """Learn which updates the device skipped for NaN or inf; their step counts go back, and it is said."""
+        """Learn which updates the device skipped for NaN or inf; their step counts go back, and it is said.
+
+        Between a backward and `step()` those of that backward too, which waits for the device.
+        """
+        if self._began:
+            self._flags.restart()
         skipped = self._flags.collect()
         names = []
         for parameter, record in self._records.items():
@@ -318,6 +330,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     todo.append((parameter, group, grad))
         if todo or self._began:
             self._begin()
+            self._scalars.clear()  # those of a backward hold what the groups said then
         else:
             self._strangers.warn(self._records)
         try:
@@ -396,10 +409,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        if self._began:  # what was skipped belongs to the state that is replaced
-            self._flags.end()
-            self._flags.begin()
-        self._apply_skips()
+        self._apply_skips()  # what was skipped belongs to the state that is replaced
         _state_io.load_state(self, state_dict)
         self._scalars.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
