@@ -15,6 +15,8 @@ from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
 from fused_grad_optimizer.storage import weight_storage
 
+_COMMON = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclass
 class ParameterRecord:
@@ -48,6 +50,22 @@ def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, opti
         raise ValueError(
             f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)"
         )
+    check_memory(parameter, name, weight)
+    owner = owner_of(parameter)
+    if owner is not None and owner is not optimizer:
+        raise ValueError(
+            f"{name} is already stepped by another FusedOptimizer; call release() on that one, or delete it, first"
+        )
+
+
+def check_memory(parameter: torch.Tensor, name: str, weight: str | None) -> None:
+    """Refuse memory that cannot be stepped in place. `.data` may have been replaced since the parameter was added.
+
+    Raises:
+        ValueError: a layout, dtype, device or strides that are not offered, naming the parameter and the remedy.
+    """
+    if parameter.dtype in _COMMON and parameter.is_contiguous() and not parameter.is_meta:
+        return
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided parameters are offered")
     if parameter.device.type == "meta":
@@ -57,19 +75,12 @@ def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, opti
             weight_storage(parameter.dtype, weight)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    if not _is_dense(parameter):
-        raise ValueError(f"{name} has strides {parameter.stride()} that overlap or leave gaps; make it contiguous")
-    owner = owner_of(parameter)
-    if owner is not None and owner is not optimizer:
+    order = storage_order(parameter)
+    if order is not None and not parameter.permute(order).is_contiguous():
         raise ValueError(
-            f"{name} is already stepped by another FusedOptimizer; call release() on that one, or delete it, first"
+            f"{name} has strides {parameter.stride()} that overlap or leave gaps: make it contiguous, "
+            "p.data = p.data.contiguous()"
         )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether some order of the dimensions makes the tensor contiguous."""
-    order = storage_order(tensor)
-    return order is None or tensor.permute(order).is_contiguous()
 
 
 def check_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
@@ -101,14 +112,14 @@ def storage_order(parameter: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """A [rows, columns] view of a parameter or state; a view of the gradient, or a copy in that order."""
+    """A [rows, columns] view of a tensor that `order` makes contiguous."""
     if order is not None:
         tensor = tensor.permute(order)
     if tensor.dim() == 2:
         return tensor
     if tensor.dim() == 0:
-        return tensor.reshape(1, 1)
-    return tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0)
+        return tensor.view(1, 1)
+    return tensor.view(tensor.shape[0], -1 if tensor.numel() else 0)
 
 
 def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None, maximize: bool) -> Gradient:
@@ -119,7 +130,9 @@ def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, .
         if order is None:
             return grad.gradient()
         grad = grad.to_dense(torch.float32 if grad.dtype != torch.float64 else None)
-    return Gradient([], [], dense=matrix_view(grad, order).contiguous())
+    if order is not None:
+        grad = grad.permute(order)
+    return Gradient([], [], dense=matrix_view(grad.contiguous(), None))
 
 
 def stepped_on_device(parameter: torch.Tensor) -> bool:

@@ -91,7 +91,8 @@ class FusedOptimizerManager:
             **hyper: further hyper-parameters of all fused layers.
 
         Raises:
-            ValueError: an unknown layer or hyper-parameter or a bad value, or no lr was ever given.
+            ValueError: an unknown layer or hyper-parameter or a bad value, no lr was ever given, or a weight whose
+                memory was replaced by some that cannot be stepped.
             RuntimeError: an exception ended the last backward in its middle.
         """
         common = {**({"lr": lr} if lr is not None else {}), **hyper}
@@ -108,6 +109,7 @@ class FusedOptimizerManager:
                     if key not in optimizer.defaults:
                         raise ValueError(f"{key} is not a hyper-parameter of {rule}: {', '.join(optimizer.defaults)}")
                 optimizer.rule.validate({**group, **changes[group["layer"]]})
+            optimizer._check_memory()
         self._pass.armed = False
         self._close_pass()
         for name, change in changes.items():

@@ -17,6 +17,7 @@ from fused_grad_optimizer._flags import SkipFlags
 from fused_grad_optimizer._parameters import (
     ParameterRecord,
     check_gradient,
+    check_memory,
     check_parameter,
     check_state,
     finite_operands,
@@ -180,6 +181,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.end()
             self._began = False
         refuse_several_processes()
+        if self.when == "backward":  # in step() they are checked when it is known which are stepped
+            self._check_memory()
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
@@ -189,6 +192,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._records.values(), self._settings, self.weight_mode, self.state_mode
         )
         self._began, self._number = True, self._pass.number
+
+    def _check_memory(self) -> None:
+        for parameter, record in self._records.items():
+            if parameter.requires_grad:
+                check_memory(parameter, record.name, self.weight_mode)
 
     def _end(self) -> None:
         if self._began:
@@ -309,8 +317,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
-            ValueError: a gradient that cannot be stepped (sparse, or of another shape); nothing has been changed by
-                this call then. Or a state of another shape than its parameter, which has not moved then.
+            ValueError: a gradient that cannot be stepped (sparse, or of another shape), or a parameter whose new
+                memory cannot be (strides that leave gaps, say); nothing has been changed by this call then. Or a state
+                of another shape than its parameter, which has not moved then.
         """
         loss = None
         if closure is not None:
@@ -326,6 +335,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
+                    check_memory(parameter, self.name_of(parameter), self.weight_mode)
                     check_gradient(grad, parameter, self.name_of(parameter))
                     todo.append((parameter, group, grad))
         if todo or self._began:
