@@ -87,8 +87,9 @@ def training_memory(
     """Count what `fuse(model, rule, ...)` would keep for weights, states and gradients, and what AdamW of torch would.
 
     With `when="step"` a weight [N, K] keeps its factors, T (N + K) elements of its dtype (for an embedding T K elements
-    and T ids), or an fp32 sum of N K elements where that is smaller. An input that several layers share counts in each,
-    so this is a bound from above; a layer that runs several times in one forward counts once.
+    and T ids), or an fp32 sum of N K elements where that is smaller; a weight with more than two uses 9/8 of that sum. An
+    input that several layers share counts in each, so this is a bound from above; a layer that runs several times in
+    one forward counts once.
 
     Args:
         model_or_named_shapes: a model, on any device ("meta" too: no memory is needed), converted or not; or shapes by
@@ -209,4 +210,8 @@ def _kept_until_step(tensor: _Tensor, tokens: int) -> int:
     size = tensor.dtype.itemsize
     factors = sum(tokens * (_ID_BYTES + k * size if embedding else (n + k) * size) for embedding in tensor.factored)
     folded = tensor.elements * compute_dtype(tensor.dtype).itemsize
-    return folded if factors > folded else factors + (tensor.dense_bytes if tensor.dense else 0)
+    most = folded + folded // 8  # with a dense part, which the sum of the first factors is for those after it
+    kept = factors + (tensor.dense_bytes if tensor.dense else 0)
+    if factors <= folded and (not tensor.dense or kept <= most):
+        return kept
+    return folded if len(tensor.factored) + tensor.dense <= 2 else min(kept, most)
