@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
 from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
+from fused_grad_optimizer.rules import Rule
 from fused_grad_optimizer.storage import weight_storage
 
 _COMMON = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,12 +39,62 @@ class ParameterRecord:
     said: set[str] = field(default_factory=set)
 
 
+def check_settings(rule: Rule, hyper: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a hyper-parameter, seed or switch of another type or out of its range."""
+    seed = hyper["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed={seed!r}: an integer is needed")
+    for name in ("maximize", "nesterov"):
+        if not isinstance(hyper.get(name, False), bool):
+            raise ValueError(f"{name}={hyper[name]!r}: True or False is needed")
+    rule.validate(hyper)
+
+
+def listed(values: Any, argument: str) -> list[Any]:
+    """`values` as a list of parameters, `(name, parameter)` or groups.
+
+    Raises:
+        ValueError: it is not an ordered collection of those; `argument` is what the caller calls it.
+    """
+    remedy = "give a list of parameters, (name, parameter) pairs or groups"
+    if isinstance(values, nn.Module):
+        raise ValueError(f"{argument} is a module ({type(values).__name__}): give its .parameters()")
+    if isinstance(values, torch.Tensor):
+        raise ValueError(f"{argument} is one tensor: give a list, [parameter]")
+    if isinstance(values, (str, bytes, set, frozenset, Mapping)):
+        raise ValueError(f"{argument} is a {type(values).__name__}: {remedy}")
+    try:
+        return list(values)
+    except TypeError:
+        raise ValueError(f"{argument}={values!r}: {remedy}") from None
+
+
+def group_of(values: Any, argument: str = "params") -> dict[str, Any]:
+    """A copy of a parameter group, its "params" a list of `(name or None, parameter)`; raises `ValueError`."""
+    if not isinstance(values, Mapping) or "params" not in values:
+        raise ValueError(f"a group in {argument} must be a dict with 'params', not {values!r}")
+    params = values["params"]
+    params = [params] if isinstance(params, torch.Tensor) else listed(params, f"'params' of a group in {argument}")
+    named = []
+    for value in params:
+        name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
+        if not isinstance(parameter, torch.Tensor) or not isinstance(name, str | None):
+            kind = f"a module ({type(parameter).__name__}): give its .parameters()"
+            kind = kind if isinstance(parameter, nn.Module) else f"{value!r}: a tensor or (name, tensor) is needed"
+            raise ValueError(f"one of {argument} is {kind}")
+        named.append((name, parameter))
+    return {**values, "params": named}
+
+
 def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, optimizer: Any) -> None:
     """Refuse what cannot be stepped, naming it.
 
     Raises:
-        ValueError: an unsupported class, dtype or layout, or a parameter that another live optimizer here owns.
+        ValueError: an unsupported class, dtype or layout, a tensor with a history, or a parameter that another live
+            optimizer here owns.
     """
+    if not (parameter.is_leaf or parameter.retains_grad):
+        raise ValueError(f"{name} was computed from other tensors (not a leaf): give those, or its .detach()")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name} is not initialised yet: run a forward before making the optimizer")
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):

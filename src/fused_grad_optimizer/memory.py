@@ -87,9 +87,8 @@ def training_memory(
     """Count what `fuse(model, rule, ...)` would keep for weights, states and gradients, and what AdamW of torch would.
 
     With `when="step"` a weight [N, K] keeps its factors, T (N + K) elements of its dtype (for an embedding T K elements
-    and T ids), or an fp32 sum of N K elements where that is smaller; a weight with more than two uses 9/8 of that sum. An
-    input that several layers share counts in each, so this is a bound from above; a layer that runs several times in
-    one forward counts once.
+    and T ids), or an fp32 sum of N K elements where that is smaller (9/8 of it with more than two uses). An input that
+    several layers share counts in each, so this is a bound from above; a layer that runs several times counts once.
 
     Args:
         model_or_named_shapes: a model, on any device ("meta" too: no memory is needed), converted or not; or shapes by

@@ -19,9 +19,12 @@ from fused_grad_optimizer._parameters import (
     check_gradient,
     check_memory,
     check_parameter,
+    check_settings,
     check_state,
     finite_operands,
     gradient_of,
+    group_of,
+    listed,
     matrix_view,
     refuse_several_processes,
     stepped_on_device,
@@ -92,10 +95,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name in hyper:
             if name not in defaults:
                 raise ValueError(f"{name} is not a hyper-parameter of {rule}; it takes {', '.join(defaults)}")
-        if not isinstance(seed, int):
-            raise ValueError(f"seed={seed!r}: an integer is needed")
         defaults.update(hyper)
-        self.rule.validate(defaults)
+        check_settings(self.rule, defaults)
+        params = listed(params, "params")
         self.when, self.state_mode, self.weight_mode = when, state, weight
         self._records: dict[torch.Tensor, ParameterRecord] = {}
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
@@ -122,19 +124,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; everything is checked before anything is added."""
-        group = dict(param_group)
-        params = group.get("params", ())
-        group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.rule.validate({**self.defaults, **group})
+        group = group_of(param_group)
+        check_settings(self.rule, {**self.defaults, **group})
         refuse_several_processes()
-        named = [p if isinstance(p, tuple) else (None, p) for p in params]
+        named = group["params"]
         count = len(self._records)
         names = [name or f"parameter {count + i}" for i, (name, _) in enumerate(named)]
+        before = {p: record.name for p, record in self._records.items()}
         for name, (_, parameter) in zip(names, named):
-            if isinstance(parameter, torch.Tensor):
-                check_parameter(parameter, name, self.weight_mode, self)
-        if self.param_groups and "param_names" in self.param_groups[0]:
-            group["params"] = [(name, p) for name, (_, p) in zip(names, named)]  # torch wants names in all groups
+            check_parameter(parameter, name, self.weight_mode, self)
+            if parameter in before:
+                raise ValueError(f"{name} is given twice, before as {before[parameter]}: leave one of them out")
+            before[parameter] = name
+        all_named = all(name is not None for name, _ in named)
+        if self.param_groups and named:
+            all_named = "param_names" in self.param_groups[0]  # torch wants names in all groups, or in none
+        group["params"] = list(zip(names, [p for _, p in named])) if all_named else [p for _, p in named]
         super().add_param_group(group)
         for name, (_, parameter) in zip(names, named):
             self._records[parameter] = ParameterRecord(name, len(self._records))
