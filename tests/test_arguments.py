@@ -147,6 +147,14 @@ def test_params(what):
     refused(lambda model: forge.fuse(model, lr=LR, param_groups=make(model)), message)
 
 
+def test_a_parameter_list_is_a_list():
+    params = nn.ParameterList([torch.zeros(2), torch.zeros(3)])
+    for given in (params, [{"params": params}]):
+        optimizer = FusedOptimizer(given, lr=LR)
+        assert optimizer.param_groups[0]["params"] == list(params)
+        optimizer.release()
+
+
 def test_params_are_called_what_the_caller_calls_them():
     refused(lambda model: FusedOptimizer(model), "^params is a module")
     refused(lambda model: forge.fuse(model, param_groups=model), "^param_groups is a module")

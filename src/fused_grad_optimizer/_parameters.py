@@ -57,7 +57,7 @@ def listed(values: Any, argument: str) -> list[Any]:
         ValueError: it is not an ordered collection of those; `argument` is what the caller calls it.
     """
     remedy = "give a list of parameters, (name, parameter) pairs or groups"
-    if isinstance(values, nn.Module):
+    if isinstance(values, nn.Module) and not isinstance(values, nn.ParameterList):
         raise ValueError(f"{argument} is a module ({type(values).__name__}): give its .parameters()")
     if isinstance(values, torch.Tensor):
         raise ValueError(f"{argument} is one tensor: give a list, [parameter]")

@@ -169,3 +169,28 @@ def test_the_accounting_is_a_bound_for_three_uses(tokens):
     real = held(layers[0].weight.grad)
     assert real <= kept <= SUM * 9 // 8 and (kept == real or kept == SUM * 9 // 8)
     optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, k, tokens", [(4096, 2048, 512), (4096, 2048, 2048), (513, 259, 300)])
+def test_folds_on_a_gpu(n, k, tokens, dtype):
+    """Eight micro-batches: the sum in fp64, what is held, and that a later fold takes a piece of memory only."""
+    torch.manual_seed(0)
+    wanted, total, size = torch.zeros(n, k, dtype=torch.float64, device="cuda"), None, 4 * n * k
+    for i in range(8):
+        dy, x = torch.randn(tokens, n, device="cuda", dtype=dtype), torch.randn(tokens, k, device="cuda", dtype=dtype)
+        wanted += dy.double().t() @ x.double()
+        new = FactoredGrad((n, k), dtype, pairs=[(dy, x)]).fold_if_larger()
+        folded = total is not None and total._folded is not None and new.dense is None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        total = new if total is None else total.add_(new)
+        torch.cuda.synchronize()
+        if folded and not total.pairs:
+            assert torch.cuda.max_memory_allocated() - before <= size // 4 + (20 << 20)
+        assert held(total) <= size * 9 // 8
+    found = total.to_dense(torch.float32).double()
+    assert (found - wanted).abs().max() <= 2e-3 * wanted.abs().max()
+    assert (found - wanted).norm() <= 1e-3 * wanted.norm()  # fp32 factors may be multiplied in TF32
