@@ -178,7 +178,7 @@ def test_folds_on_a_gpu(n, k, tokens, dtype):
     """Eight micro-batches: the sum in fp64, what is held, and that a later fold takes a piece of memory only."""
     torch.manual_seed(0)
     wanted, total, size = torch.zeros(n, k, dtype=torch.float64, device="cuda"), None, 4 * n * k
-    for i in range(8):
+    for _ in range(8):
         dy, x = torch.randn(tokens, n, device="cuda", dtype=dtype), torch.randn(tokens, k, device="cuda", dtype=dtype)
         wanted += dy.double().t() @ x.double()
         new = FactoredGrad((n, k), dtype, pairs=[(dy, x)]).fold_if_larger()
