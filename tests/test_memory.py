@@ -215,3 +215,85 @@ def test_named_shapes():
 def test_bad_arguments_are_named(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         training_memory(model, **arguments)
+
+
+# -- what only a GPU keeps ------------------------------------------------------------------------------------------
+
+
+def test_small_gradients_wait_on_a_gpu():
+    kept, on_cpu = (training_memory(llama(), "adamw", device=device) for device in ("cuda", None))
+    assert on_cpu.gradients == 4096 * 2 and on_cpu.workspace == 0
+    assert kept.gradients == 65 * 4096 * 2  # all norms
+    assert kept.workspace == (24 << 20) + 16 * 2 * 291  # 9 parameters a layer, and three
+    assert kept.total == on_cpu.total + 64 * 4096 * 2 + kept.workspace
+    step = training_memory(llama(), "adamw", when="step", tokens=512, device="cuda")
+    assert step.gradients == training_memory(llama(), "adamw", when="step", tokens=512).gradients
+    assert step.workspace == kept.workspace
+
+
+def test_no_more_than_four_million_small_elements_wait():
+    shapes = {f"b{i}": (1 << 16,) for i in range(100)} | {"large": (3, 1 << 20)}
+    kept = training_memory(shapes, dtype=BF16, device="cuda", exclude=None)
+    assert kept.gradients == 2 * ((1 << 22) + (1 << 16)) and kept.workspace > 0
+    shapes["conv"] = (2, 3, 1 << 20)
+    assert training_memory(shapes, dtype=BF16, device="cuda").gradients == kept.gradients + 2 * 6 * (1 << 20)
+    few = {f"b{i}": (7,) for i in range(3)}
+    assert training_memory(few, dtype=BF16, device="cuda").gradients == 2 * 21
+    assert training_memory(few, dtype=torch.float64, device="cuda").gradients == 8 * 7  # has no kernels
+
+
+@pytest.mark.parametrize("n, k", [(1, 5), (8, 4), (4096, 4096), (4097, 4095), (1 << 20, 8), (3, 1 << 23)])
+def test_the_chunk_is_no_smaller_than_the_one_that_is_taken(n, k):
+    from fused_grad_optimizer.kernels.configs import ChunkConfig, chunk_rows
+
+    flags = 16 * 64
+    kept = training_memory({"w": (n, k)}, device="cuda").workspace - flags
+    for multiprocessors in (1, 108, 132, 144):
+        assert 4 * k * chunk_rows(n, k, multiprocessors, ChunkConfig()) <= kept
+    assert kept <= max(24 << 20, 4 * k) and training_memory({"w": (n, k)}).workspace == 0
+
+
+def test_an_embedding_has_no_chunk_and_frozen_or_fp64_weights_neither():
+    for model in (nn.Embedding(9, 4), nn.Linear(4, 9).requires_grad_(False), nn.Linear(4, 9).double(), nn.LayerNorm(4)):
+        assert training_memory(model, device="cuda").workspace == 16 * 64
+
+
+@pytest.mark.parametrize("device", ["nowhere", 1.5, []])
+def test_a_device_that_is_none(device):
+    with pytest.raises(ValueError, match="device="):
+        training_memory(nn.Linear(2, 2), device=device)
+
+
+def test_switches_of_fuse_are_taken():
+    assert training_memory(nn.Linear(2, 2), maximize=True, seed=3) == training_memory(nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("when, path", [("backward", "chunked"), ("backward", None), ("step", "chunked")])
+def test_a_gpu_keeps_what_is_counted(monkeypatch, when, path, dtype):
+    """After a step: weights, states and workspace. Scalars and keys of a few bytes and the allocator's rounding to 512
+    bytes a tensor come on top. The library of the GEMM may keep a workspace too: it is allocated before."""
+    from fused_grad_optimizer.kernels import chunked
+
+    if path is not None:
+        monkeypatch.setenv("FORGE_KERNEL", path)
+    chunked.release()
+    x = torch.randn(64, 2048, device="cuda", dtype=dtype)
+    (x @ x.t()).sum().item()
+    torch.mm(x.t(), x, out=torch.empty(2048, 2048, device="cuda", dtype=dtype))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    model = nn.Sequential(nn.Linear(2048, 4096), nn.LayerNorm(4096), nn.Linear(4096, 2048)).to("cuda", dtype)
+    optimizer = forge.fuse(model, lr=1e-3, when=when)
+    kept = training_memory(model, when=when, tokens=64)
+    for _ in range(4):
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    used = torch.cuda.memory_allocated() - before
+    tensors = 3 * len(list(model.parameters())) + 64
+    assert used <= kept.weights + kept.states + kept.workspace + 512 * tensors + (9 << 20)  # cuBLAS's for mixed outputs
+    if path == "chunked":
+        assert used >= kept.weights + kept.states + kept.workspace // 2

@@ -107,12 +107,14 @@ class BackwardPass:
     Attributes:
         moved: names of the parameters updated, in order.
         armed: whether a backward may start now; False again after one, if there is a `closed_message`.
+        number: changes when a backward begins that no earlier one belongs to.
     """
 
     def __init__(self, closed_message: str | None = None) -> None:
         self.closed_message = closed_message
         self.armed = closed_message is None
         self._queues: list[Queue] = []
+        self.number = 0
         self.end()
 
     def end(self) -> None:
@@ -125,6 +127,7 @@ class BackwardPass:
         self._forget_tasks()
 
     def _forget_tasks(self) -> None:
+        self.number += 1
         self._open: dict[int, weakref.ref[_Watch]] = {}  # running backwards that updated something
         self._first_nested = -1
         self._outermost_ended = False

@@ -64,6 +64,18 @@ class SkipFlags:
                 event.record(torch.cuda.current_stream(device))
                 self._pending.append((copy, event))
 
+    def restart(self) -> None:
+        """Within a pass: `collect` is to know what was skipped so far. Waits for the device."""
+        self._wait()  # other streams than the current one may set flags
+        self.end()
+        self.begin()
+        self._wait()
+
+    def _wait(self) -> None:
+        for device in self._flags:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+
     def collect(self) -> dict[int, str]:
         """Skips since the last call: parameter index -> "host" or "device" (the step count must go back by one)."""
         found = dict.fromkeys(self._host, "host")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,10 @@ from torch import nn
 from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
 from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
+from fused_grad_optimizer.rules import Rule
 from fused_grad_optimizer.storage import weight_storage
+
+_COMMON = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass
@@ -36,18 +39,84 @@ class ParameterRecord:
     said: set[str] = field(default_factory=set)
 
 
+def check_settings(rule: Rule, hyper: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a hyper-parameter, seed or switch of another type or out of its range."""
+    seed = hyper["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed={seed!r}: an integer is needed")
+    for name in ("maximize", "nesterov"):
+        if not isinstance(hyper.get(name, False), bool):
+            raise ValueError(f"{name}={hyper[name]!r}: True or False is needed")
+    rule.validate(hyper)
+
+
+def listed(values: Any, argument: str) -> list[Any]:
+    """`values` as a list of parameters, `(name, parameter)` or groups.
+
+    Raises:
+        ValueError: it is not an ordered collection of those; `argument` is what the caller calls it.
+    """
+    remedy = "give a list of parameters, (name, parameter) pairs or groups"
+    if isinstance(values, nn.Module) and not isinstance(values, nn.ParameterList):
+        raise ValueError(f"{argument} is a module ({type(values).__name__}): give its .parameters()")
+    if isinstance(values, torch.Tensor):
+        raise ValueError(f"{argument} is one tensor: give a list, [parameter]")
+    if isinstance(values, (str, bytes, set, frozenset, Mapping)):
+        raise ValueError(f"{argument} is a {type(values).__name__}: {remedy}")
+    try:
+        return list(values)
+    except TypeError:
+        raise ValueError(f"{argument}={values!r}: {remedy}") from None
+
+
+def group_of(values: Any, argument: str = "params") -> dict[str, Any]:
+    """A copy of a parameter group, its "params" a list of `(name or None, parameter)`; raises `ValueError`."""
+    if not isinstance(values, Mapping) or "params" not in values:
+        raise ValueError(f"a group in {argument} must be a dict with 'params', not {values!r}")
+    params = values["params"]
+    params = [params] if isinstance(params, torch.Tensor) else listed(params, f"'params' of a group in {argument}")
+    named = []
+    for value in params:
+        name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
+        if not isinstance(parameter, torch.Tensor) or not isinstance(name, str | None):
+            kind = f"a module ({type(parameter).__name__}): give its .parameters()"
+            kind = kind if isinstance(parameter, nn.Module) else f"{value!r}: a tensor or (name, tensor) is needed"
+            raise ValueError(f"one of {argument} is {kind}")
+        named.append((name, parameter))
+    return {**values, "params": named}
+
+
 def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, optimizer: Any) -> None:
     """Refuse what cannot be stepped, naming it.
 
     Raises:
-        ValueError: an unsupported class, dtype or layout, or a parameter that another live optimizer here owns.
+        ValueError: an unsupported class, dtype or layout, a tensor with a history, or a parameter that another live
+            optimizer here owns.
     """
+    if not (parameter.is_leaf or parameter.retains_grad):
+        raise ValueError(f"{name} was computed from other tensors (not a leaf): give those, or its .detach()")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name} is not initialised yet: run a forward before making the optimizer")
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):
         raise ValueError(
             f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)"
         )
+    check_memory(parameter, name, weight)
+    owner = owner_of(parameter)
+    if owner is not None and owner is not optimizer:
+        raise ValueError(
+            f"{name} is already stepped by another FusedOptimizer; call release() on that one, or delete it, first"
+        )
+
+
+def check_memory(parameter: torch.Tensor, name: str, weight: str | None) -> None:
+    """Refuse memory that cannot be stepped in place. `.data` may have been replaced since the parameter was added.
+
+    Raises:
+        ValueError: a layout, dtype, device or strides that are not offered, naming the parameter and the remedy.
+    """
+    if parameter.dtype in _COMMON and parameter.is_contiguous() and not parameter.is_meta:
+        return
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided parameters are offered")
     if parameter.device.type == "meta":
@@ -57,19 +126,12 @@ def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, opti
             weight_storage(parameter.dtype, weight)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    if not _is_dense(parameter):
-        raise ValueError(f"{name} has strides {parameter.stride()} that overlap or leave gaps; make it contiguous")
-    owner = owner_of(parameter)
-    if owner is not None and owner is not optimizer:
+    order = storage_order(parameter)
+    if order is not None and not parameter.permute(order).is_contiguous():
         raise ValueError(
-            f"{name} is already stepped by another FusedOptimizer; call release() on that one, or delete it, first"
+            f"{name} has strides {parameter.stride()} that overlap or leave gaps: make it contiguous, "
+            "p.data = p.data.contiguous()"
         )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether some order of the dimensions makes the tensor contiguous."""
-    order = storage_order(tensor)
-    return order is None or tensor.permute(order).is_contiguous()
 
 
 def check_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
@@ -101,14 +163,14 @@ def storage_order(parameter: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def matrix_view(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """A [rows, columns] view of a parameter or state; a view of the gradient, or a copy in that order."""
+    """A [rows, columns] view of a tensor that `order` makes contiguous."""
     if order is not None:
         tensor = tensor.permute(order)
     if tensor.dim() == 2:
         return tensor
     if tensor.dim() == 0:
-        return tensor.reshape(1, 1)
-    return tensor.reshape(tensor.shape[0], -1 if tensor.numel() else 0)
+        return tensor.view(1, 1)
+    return tensor.view(tensor.shape[0], -1 if tensor.numel() else 0)
 
 
 def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, ...] | None, maximize: bool) -> Gradient:
@@ -119,7 +181,9 @@ def gradient_of(parameter: torch.Tensor, grad: torch.Tensor, order: tuple[int, .
         if order is None:
             return grad.gradient()
         grad = grad.to_dense(torch.float32 if grad.dtype != torch.float64 else None)
-    return Gradient([], [], dense=matrix_view(grad, order).contiguous())
+    if order is not None:
+        grad = grad.permute(order)
+    return Gradient([], [], dense=matrix_view(grad.contiguous(), None))
 
 
 def stepped_on_device(parameter: torch.Tensor) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fused_grad_optimizer._parameters import check_settings
 from fused_grad_optimizer.storage import state_storage
 
 if TYPE_CHECKING:
@@ -30,19 +31,26 @@ def load_state(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: groups, parameters, shapes or states do not fit; nothing has been changed then.
     """
-    saved_groups = state_dict["param_groups"]
-    _check_groups(optimizer, saved_groups)
-    pairs = list(_matched(optimizer, saved_groups))
-    loaded = {}
-    for saved_id, parameter in pairs:
-        if saved_id in state_dict["state"]:
-            values = state_dict["state"][saved_id]
-            loaded[parameter] = _converted(optimizer, parameter, values, saved_id)
-    for group, saved in zip(optimizer.param_groups, saved_groups):
+    loaded = read_state(optimizer, state_dict)
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
         kept = {k: v for k, v in saved.items() if k not in ("params", "param_names") and k not in _FOREIGN}
         group.update(kept)
     optimizer.state.clear()
     optimizer.state.update(loaded)
+
+
+def read_state(optimizer: FusedOptimizer, state_dict: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+    """The state to load, by parameter, in the dtypes the optimizer keeps. Raises as `load_state`; changes nothing."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("state_dict must have 'state' and 'param_groups', as an optimizer's state_dict() gives them")
+    saved_groups = state_dict["param_groups"]
+    _check_groups(optimizer, saved_groups)
+    loaded = {}
+    for saved_id, parameter in _matched(optimizer, saved_groups):
+        if saved_id in state_dict["state"]:
+            values = state_dict["state"][saved_id]
+            loaded[parameter] = _converted(optimizer, parameter, values, saved_id)
+    return loaded
 
 
 # Switches of torch.optim's implementations that mean nothing here.
@@ -61,7 +69,7 @@ def _check_groups(optimizer: FusedOptimizer, saved_groups: list[dict[str, Any]])
             )
         if saved.get("amsgrad"):
             raise ValueError("state_dict was saved with amsgrad=True, which is not offered")
-        optimizer.rule.validate({**group, **{k: v for k, v in saved.items() if k not in _FOREIGN}})
+        check_settings(optimizer.rule, {**group, **{k: v for k, v in saved.items() if k not in _FOREIGN}})
 
 
 def _matched(optimizer: FusedOptimizer, saved_groups: list[dict[str, Any]]) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -81,6 +89,8 @@ def _converted(optimizer: FusedOptimizer, parameter: torch.Tensor, values: dict[
             raise ValueError(
                 f"state_dict holds {key!r} for {name}; {optimizer.rule.name} has {sorted(known) or 'none'}"
             )
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{key} of {name} is a {type(value).__name__} in state_dict; a tensor is needed")
         if tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(
                 f"{key} of {name} has shape {tuple(value.shape)} in state_dict, the parameter {tuple(parameter.shape)}"

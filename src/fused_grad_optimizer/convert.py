@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_grad_optimizer._parameters import group_of, listed
 from fused_grad_optimizer.modules import FusedEmbedding, FusedLinear
 from fused_grad_optimizer.modules._registry import is_factored, register_factored
 from fused_grad_optimizer.optimizer import FusedOptimizer
@@ -83,11 +84,16 @@ def reason_to_skip(module: nn.Module) -> str | None:
 def _excluder(model: nn.Module, exclude: Exclude) -> Callable[[str, nn.Module], bool]:
     if exclude is None:
         return lambda name, module: False
-    if callable(exclude):
+    if callable(exclude) and not isinstance(exclude, (type, nn.Module)):
         return exclude
-    if isinstance(exclude, str):
+    if isinstance(exclude, (str, type, nn.Module)) or not isinstance(exclude, Iterable):
         raise ValueError(f"exclude={exclude!r}: give a list of module names or patterns, or a function (name, module)")
     patterns = list(exclude)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(
+                f"exclude: {pattern!r} is not a name or pattern; a function (name, module) can look at more"
+            )
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
@@ -214,11 +220,11 @@ def fuse(
 def _named_groups(param_groups: Iterable, names: dict[torch.Tensor, str]) -> list:
     """The same groups with the model's names, so that messages can name parameters."""
 
-    def named(parameters):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return [p if isinstance(p, tuple) else (names.get(p, f"parameter {i}"), p) for i, p in enumerate(parameters)]
+    def named(group):
+        pairs = enumerate(group["params"])
+        return {**group, "params": [(n or names.get(p, f"parameter {i}"), p) for i, (n, p) in pairs]}
 
-    groups = list(param_groups)
+    groups = listed(param_groups, "param_groups")
     if groups and isinstance(groups[0], dict):
-        return [{**group, "params": named(group["params"])} for group in groups]
-    return named(groups)
+        return [named(group_of(group, "param_groups")) for group in groups]
+    return named(group_of({"params": groups}, "param_groups"))["params"]

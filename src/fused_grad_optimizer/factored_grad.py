@@ -9,6 +9,7 @@ ordinary dense gradient once, with a warning that names the operation.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ class FactoredGrad(torch.Tensor):
     dense: torch.Tensor | None
     _scale: float | torch.Tensor
     _versions: list[tuple[torch.Tensor, int]]
+    _folded: weakref.ref[torch.Tensor] | None = None  # the accumulator of `fold`, while no copy shares it
 
     @staticmethod
     def __new__(
@@ -168,6 +170,7 @@ class FactoredGrad(torch.Tensor):
     def _take(self, other: FactoredGrad) -> FactoredGrad:
         self.pairs, self.rows, self.dense = list(other.pairs), list(other.rows), other.dense
         self._scale, self._versions = other._scale, list(other._versions)
+        self._folded = other._folded = None
         return self
 
     def _copy(self) -> FactoredGrad:
@@ -187,7 +190,7 @@ class FactoredGrad(torch.Tensor):
         """self += other, joining lists; parts with different scales are folded into the dense part first."""
         if not isinstance(other, FactoredGrad):
             self.dense = other if self.dense is None else self.dense + other
-            return self
+            return self.fold_if_larger()
         if other.pairs or other.rows:
             if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
                 self.fold()
@@ -197,19 +200,27 @@ class FactoredGrad(torch.Tensor):
         self._versions = self._versions + other._versions
         if other.dense is not None:
             self.dense = other.dense if self.dense is None else self.dense + other.dense
+            other._folded = None
         return self.fold_if_larger()
 
     def fold(self) -> FactoredGrad:
-        """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights)."""
-        self.dense = self.to_dense(compute_dtype(self.dtype))
+        """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights), in place once there is one."""
+        dense = self._folded() if self._folded is not None else None
+        if dense is not None and dense is self.dense and not dense.is_inference():
+            for start, end, piece in self._chunks():
+                dense[start:end] = piece
+        else:
+            self.dense = self.to_dense(compute_dtype(self.dtype))
+            self._folded = weakref.ref(self.dense)
         self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
         return self
 
     def fold_if_larger(self) -> FactoredGrad:
-        """Fold when the factors hold more bytes than the accumulator would: never worse than standard training."""
-        if self.factor_bytes() > self.numel() * compute_dtype(self.dtype).itemsize:
-            self.fold()
-        return self
+        """Hold at most an fp32 sum's bytes, 9/8 of them with a dense part; while a fold makes a new sum, one more."""
+        held, limit = self.factor_bytes(), self.numel() * compute_dtype(self.dtype).itemsize
+        if held and self.dense is not None:  # not at once: each fold reads and writes the accumulator
+            held, limit = held + self.dense.nbytes, limit + limit // 8
+        return self.fold() if held > limit else self
 
     def _densify(self, operation: str) -> torch.Tensor:
         """Become dense, in the gradient's own dtype, for an operation that needs elements."""
@@ -236,8 +247,7 @@ class FactoredGrad(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol):
-        arguments = (tuple(self.shape), self.dtype, self.device, self.pairs, self.rows, self.dense, self._scale)
-        return _rebuild, arguments
+        return _rebuild, (tuple(self.shape), self.dtype, self.device, self.pairs, self.rows, self.dense, self._scale)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -295,10 +305,6 @@ def _is_scalar(value) -> bool:
     )
 
 
-def _inverse(value):
-    return 1.0 / value
-
-
 @_handles(aten.clone.default)
 def _clone(func, grad, **kwargs):
     return grad._copy()  # what is in it is never modified in place
@@ -345,7 +351,7 @@ def _zero(func, grad):
 def _scale_in_place(func, grad, other):
     if not isinstance(grad, FactoredGrad) or not _is_scalar(other):
         return NotImplemented
-    return grad._multiply(_inverse(other) if func in (aten.div_.Tensor, aten.div_.Scalar) else other)
+    return grad._multiply(1.0 / other if func in (aten.div_.Tensor, aten.div_.Scalar) else other)
 
 
 @_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
@@ -355,7 +361,7 @@ def _scaled(func, grad, other):
         grad, other = other, grad
     if not isinstance(grad, FactoredGrad) or not _is_scalar(other):
         return NotImplemented
-    return grad._copy()._multiply(_inverse(other) if divides else other)
+    return grad._copy()._multiply(1.0 / other if divides else other)
 
 
 @_handles(aten.neg.default)

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from fused_grad_optimizer._backward_pass import BackwardPass
+from fused_grad_optimizer._parameters import check_settings
+from fused_grad_optimizer._state_io import read_state
 from fused_grad_optimizer.modules import FusedLinear
 from fused_grad_optimizer.optimizer import FusedOptimizer
 
@@ -22,7 +24,7 @@ class FusedOptimizerManager:
         seed: of stochastic rounding.
 
     Raises:
-        ValueError: no such layer, or one weight asked for with two different settings.
+        ValueError: `model` is not a module or has no such layer, or one weight asked for with two different settings.
 
     Example:
         >>> model = nn.Sequential(FusedLinear.from_linear(nn.Linear(4, 2)))
@@ -32,6 +34,8 @@ class FusedOptimizerManager:
     """
 
     def __init__(self, model: nn.Module, *, seed: int = 0) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         self._model = model
         self._pass = BackwardPass("call manager.pre_step(lr=...) before each backward; nothing was changed")
         self._lr_given = True
@@ -91,11 +95,15 @@ class FusedOptimizerManager:
             **hyper: further hyper-parameters of all fused layers.
 
         Raises:
-            ValueError: an unknown layer or hyper-parameter or a bad value, or no lr was ever given.
+            ValueError: an unknown layer or hyper-parameter or a bad value, no lr was ever given, or a weight whose
+                memory was replaced by some that cannot be stepped.
             RuntimeError: an exception ended the last backward in its middle.
         """
         common = {**({"lr": lr} if lr is not None else {}), **hyper}
-        per_layer = {self._aliases.get(name, name): changes for name, changes in (per_layer or {}).items()}
+        per_layer = {} if per_layer is None else per_layer
+        if not (isinstance(per_layer, Mapping) and all(isinstance(m, Mapping) for m in per_layer.values())):
+            raise ValueError(f"per_layer={per_layer!r}: a dict of layer name -> dict of hyper-parameters is needed")
+        per_layer = {self._aliases.get(name, name): changes for name, changes in per_layer.items()}
         for name in per_layer:
             if name not in self._groups:
                 raise ValueError(f"per_layer: {name!r} is not a fused layer; there are {', '.join(self._groups)}")
@@ -107,7 +115,8 @@ class FusedOptimizerManager:
                 for key in changes[group["layer"]]:
                     if key not in optimizer.defaults:
                         raise ValueError(f"{key} is not a hyper-parameter of {rule}: {', '.join(optimizer.defaults)}")
-                optimizer.rule.validate({**group, **changes[group["layer"]]})
+                check_settings(optimizer.rule, {**group, **changes[group["layer"]]})
+            optimizer._check_memory()
         self._pass.armed = False
         self._close_pass()
         for name, change in changes.items():
@@ -138,11 +147,15 @@ class FusedOptimizerManager:
         """Load what `state_dict` gave.
 
         Raises:
-            ValueError: it was saved for other layers or settings.
+            ValueError: it was saved for other layers or settings; nothing has been changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"state_dict must be what state_dict() gave, not {type(state_dict).__name__}")
         mine = {f"{rule}/{state}": optimizer for (rule, state), optimizer in self._optimizers.items()}
         if set(mine) != set(state_dict):
             raise ValueError(f"state_dict holds {sorted(state_dict)}, the model's fused layers are {sorted(mine)}")
+        for key, optimizer in mine.items():
+            read_state(optimizer, state_dict[key])  # all fit before one is changed
         for key, optimizer in mine.items():
             optimizer.load_state_dict(state_dict[key])
         self._lr_given = True

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fused_grad_optimizer._parameters import check_settings
+from fused_grad_optimizer._small import SMALL, WAITING
+from fused_grad_optimizer.kernels.configs import ChunkConfig
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 from fused_grad_optimizer.optimizer import WHEN
-from fused_grad_optimizer.rules import get_rule
+from fused_grad_optimizer.rules import Update, get_rule
 from fused_grad_optimizer.storage import check_modes, state_storage, weight_storage
 
 if TYPE_CHECKING:
@@ -20,20 +23,24 @@ if TYPE_CHECKING:
 
 _ADAMW_STATES = 2
 _ID_BYTES = torch.int64.itemsize
+_FLAG_BYTES = 16
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """What one training keeps, in bytes. Activations, buffers and the workspace of a running kernel are not counted.
+    """What one training keeps, in bytes. Activations, buffers and what a running kernel takes are not counted.
 
     Attributes:
         parameters: number of parameters (elements), frozen ones included, tied ones once.
         weights: bytes of all parameters.
         states: bytes of the rule's state tensors.
         gradients: bytes of gradients kept at the end of backward. With `when="backward"` each is freed as soon as it is
-            applied: the largest one that is formed as a tensor.
+            applied: the largest one that is formed as a tensor, and on a GPU the small ones (65,536 elements at most),
+            which wait for the end of backward, but never more than 4 million elements of them.
         adamw: bytes `torch.optim.AdamW` would keep: all weights, and two states and the gradient of every trained one,
             in the weight's dtype.
+        workspace: bytes that a GPU keeps from step to step besides these, at most: the chunk for many tokens (of one
+            stream; 24 MiB unless a tuning table says otherwise), and flags of gradients that are not finite.
     """
 
     parameters: int
@@ -41,11 +48,12 @@ class TrainingMemory:
     states: int
     gradients: int
     adamw: int
+    workspace: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of weights, states and gradients."""
-        return self.weights + self.states + self.gradients
+        """Bytes of weights, states, gradients and workspace."""
+        return self.weights + self.states + self.gradients + self.workspace
 
 
 @dataclass
@@ -82,13 +90,14 @@ def training_memory(
     tokens: int | None = None,
     dtype: torch.dtype | None = None,
     exclude: Exclude = None,
+    device: torch.device | str | None = None,
     **hyper: Any,
 ) -> TrainingMemory:
     """Count what `fuse(model, rule, ...)` would keep for weights, states and gradients, and what AdamW of torch would.
 
     With `when="step"` a weight [N, K] keeps its factors, T (N + K) elements of its dtype (for an embedding T K elements
-    and T ids), or an fp32 sum of N K elements where that is smaller. An input that several layers share counts in each,
-    so this is a bound from above; a layer that runs several times in one forward counts once.
+    and T ids), or an fp32 sum of N K elements where that is smaller (9/8 of it with more than two uses). An input that
+    several layers share counts in each, so this is a bound from above; a layer that runs several times counts once.
 
     Args:
         model_or_named_shapes: a model, on any device ("meta" too: no memory is needed), converted or not; or shapes by
@@ -96,6 +105,7 @@ def training_memory(
         rule, state, weight, when, exclude, **hyper: as for `fuse`.
         tokens: T, tokens of one step (batch x sequence); needed for `when="step"`.
         dtype: of the weights, for named shapes only; default torch's default dtype.
+        device: that the training is for; default that of the model. "cuda" counts what only a GPU keeps.
 
     Raises:
         ValueError: an argument or parameter that is not offered, naming it.
@@ -107,19 +117,10 @@ def training_memory(
         >>> training_memory({"w": (8, 4)}, "lion", when="step", tokens=2, dtype=torch.bfloat16).gradients
         48
     """
-    found = get_rule(rule)
     check_modes(state, weight)
-    if when not in WHEN:
-        raise ValueError(f"when={when!r} is not offered; choose 'backward' or 'step'")
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ValueError(f"tokens={tokens!r}: a whole number of at least 1 is needed")
-    if tokens is None and when == "step":
-        raise ValueError("tokens is needed for when='step': the factors kept until step() grow with it")
-    for name in hyper:
-        if name not in found.defaults:
-            raise ValueError(f"{name} is not a hyper-parameter of {rule}; it takes {', '.join(found.defaults)}")
-    hyper = {**found.defaults, **hyper}
-    found.validate(hyper)
+    update = _update(rule, hyper)
+    _check_arguments(when, tokens)
+    gpu = _is_gpu(model_or_named_shapes, device)
     if isinstance(model_or_named_shapes, nn.Module):
         if dtype is not None:
             raise ValueError(f"dtype={dtype} is for named shapes; a model's parameters have their own")
@@ -128,7 +129,62 @@ def training_memory(
         if exclude is not None:
             raise ValueError("exclude is for a model; leave it out with named shapes")
         tensors = _of_shapes(model_or_named_shapes, dtype or torch.get_default_dtype(), weight)
-    return _count(tensors, len(found.select(hyper).states), state, weight, tokens if when == "step" else None)
+    counted = _count(tensors, len(update.states), state, weight, tokens if when == "step" else None)
+    if not gpu:
+        return counted
+    waiting = _waiting(tensors) if when == "backward" else counted.gradients
+    return replace(counted, gradients=waiting, workspace=_workspace(tensors))
+
+
+def _update(rule: str, hyper: dict[str, Any]) -> Update:
+    found = get_rule(rule)
+    defaults = {**found.defaults, "maximize": False, "seed": 0}
+    for name in hyper:
+        if name not in defaults:
+            raise ValueError(f"{name} is not a hyper-parameter of {rule}; it takes {', '.join(defaults)}")
+    check_settings(found, {**defaults, **hyper})
+    return found.select({**defaults, **hyper})
+
+
+def _check_arguments(when: str, tokens: int | None) -> None:
+    if when not in WHEN:
+        raise ValueError(f"when={when!r} is not offered; choose 'backward' or 'step'")
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise ValueError(f"tokens={tokens!r}: a whole number of at least 1 is needed")
+    if tokens is None and when == "step":
+        raise ValueError("tokens is needed for when='step': the factors kept until step() grow with it")
+
+
+def _is_gpu(model: Any, device: torch.device | str | None) -> bool:
+    if device is None:
+        first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        return first is not None and first.device.type == "cuda"
+    try:
+        return torch.device(device).type == "cuda"
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is not a device; 'cuda' or 'cpu', say") from None
+
+
+def _on_kernels(tensor: _Tensor) -> bool:
+    return tensor.trained and tensor.elements > 0 and tensor.dtype != torch.float64
+
+
+def _waiting(tensors: list[_Tensor]) -> int:
+    """Bytes of gradients on a GPU with `when="backward"`: of the small ones that wait and the largest other one."""
+    small = [t for t in tensors if _on_kernels(t) and not t.factored and t.elements <= SMALL]
+    others = [t.dense_bytes for t in tensors if t.trained and t.dense and all(t is not s for s in small)]
+    most = (WAITING + SMALL) * max((t.dtype.itemsize for t in small), default=0)
+    return min(sum(t.dense_bytes for t in small), most) + max(others, default=0)
+
+
+def _workspace(tensors: list[_Tensor]) -> int:
+    chunks = [_chunk(*t.shape) for t in tensors if _on_kernels(t) and not all(t.factored)]
+    return max(chunks, default=0) + _FLAG_BYTES * max(64, 2 * len(tensors))
+
+
+def _chunk(n: int, k: int) -> int:
+    """The most bytes of the buffer that takes rows of the gradient of a weight [n, k]."""
+    return 4 * k * max(1, min((ChunkConfig().mib << 20) // (4 * k), (n + 1) // 2))
 
 
 def _of_model(model: nn.Module, exclude: Exclude, weight: str | None) -> list[_Tensor]:
@@ -209,4 +265,8 @@ def _kept_until_step(tensor: _Tensor, tokens: int) -> int:
     size = tensor.dtype.itemsize
     factors = sum(tokens * (_ID_BYTES + k * size if embedding else (n + k) * size) for embedding in tensor.factored)
     folded = tensor.elements * compute_dtype(tensor.dtype).itemsize
-    return folded if factors > folded else factors + (tensor.dense_bytes if tensor.dense else 0)
+    most = folded + folded // 8  # with a dense part, which the sum of the first factors is for those after it
+    kept = factors + (tensor.dense_bytes if tensor.dense else 0)
+    if factors <= folded and (not tensor.dense or kept <= most):
+        return kept
+    return folded if len(tensor.factored) + tensor.dense <= 2 else min(kept, most)

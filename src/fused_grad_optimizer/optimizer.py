@@ -17,10 +17,14 @@ from fused_grad_optimizer._flags import SkipFlags
 from fused_grad_optimizer._parameters import (
     ParameterRecord,
     check_gradient,
+    check_memory,
     check_parameter,
+    check_settings,
     check_state,
     finite_operands,
     gradient_of,
+    group_of,
+    listed,
     matrix_view,
     refuse_several_processes,
     stepped_on_device,
@@ -65,6 +69,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         >>> optimizer.step(); optimizer.zero_grad()
         >>> int(optimizer.state[model.weight]["step"])
         1
+
+    On a GPU the host learns late of an update that was skipped for NaN or inf: until the next pass begins,
+    `state[p]["step"]` counts it. `state_dict()` and `skipped` wait for the device, and all counts are right after them.
     """
 
     report: Any = None
@@ -88,10 +95,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name in hyper:
             if name not in defaults:
                 raise ValueError(f"{name} is not a hyper-parameter of {rule}; it takes {', '.join(defaults)}")
-        if not isinstance(seed, int):
-            raise ValueError(f"seed={seed!r}: an integer is needed")
         defaults.update(hyper)
-        self.rule.validate(defaults)
+        check_settings(self.rule, defaults)
+        params = listed(params, "params")
         self.when, self.state_mode, self.weight_mode = when, state, weight
         self._records: dict[torch.Tensor, ParameterRecord] = {}
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
@@ -100,6 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, _remove_all, self._hooks)
         self._pass = BackwardPass()  # a manager puts one for all its optimizers here
         self._began = False
+        self._number = -1  # of the pass when it began
         self._settings: Any = None
         self._flags = SkipFlags()
         self._queue = SmallQueue(self)
@@ -117,19 +124,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; everything is checked before anything is added."""
-        group = dict(param_group)
-        params = group.get("params", ())
-        group["params"] = params = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.rule.validate({**self.defaults, **group})
+        group = group_of(param_group)
+        check_settings(self.rule, {**self.defaults, **group})
         refuse_several_processes()
-        named = [p if isinstance(p, tuple) else (None, p) for p in params]
+        named = group["params"]
         count = len(self._records)
         names = [name or f"parameter {count + i}" for i, (name, _) in enumerate(named)]
+        before = {p: record.name for p, record in self._records.items()}
         for name, (_, parameter) in zip(names, named):
-            if isinstance(parameter, torch.Tensor):
-                check_parameter(parameter, name, self.weight_mode, self)
-        if self.param_groups and "param_names" in self.param_groups[0]:
-            group["params"] = [(name, p) for name, (_, p) in zip(names, named)]  # torch wants names in all groups
+            check_parameter(parameter, name, self.weight_mode, self)
+            if parameter in before:
+                raise ValueError(f"{name} is given twice, before as {before[parameter]}: leave one of them out")
+            before[parameter] = name
+        all_named = all(name is not None for name, _ in named)
+        if self.param_groups and named:
+            all_named = "param_names" in self.param_groups[0]  # torch wants names in all groups, or in none
+        group["params"] = list(zip(names, [p for _, p in named])) if all_named else [p for _, p in named]
         super().add_param_group(group)
         for name, (_, parameter) in zip(names, named):
             self._records[parameter] = ParameterRecord(name, len(self._records))
@@ -169,10 +179,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Once between two `step()`s, before the first update."""
+        """Once between two `step()`s, before the first update; and again after a backward that moved nothing."""
         if self._began:
-            return
+            if self._number == self._pass.number:
+                return
+            self._flags.end()
+            self._began = False
         refuse_several_processes()
+        if self.when == "backward":  # in step() they are checked when it is known which are stepped
+            self._check_memory()
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
@@ -181,7 +196,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
         )
-        self._began = True
+        self._began, self._number = True, self._pass.number
+
+    def _check_memory(self) -> None:
+        for parameter, record in self._records.items():
+            if parameter.requires_grad:
+                check_memory(parameter, record.name, self.weight_mode)
 
     def _end(self) -> None:
         if self._began:
@@ -191,7 +211,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch.clear_autocast_cache()  # it may hold casts of the weights as they were
 
     def _apply_skips(self) -> None:
-        """Learn which updates the device skipped for NaN or inf; their step counts go back, and it is said."""
+        """Learn which updates the device skipped for NaN or inf; their step counts go back, and it is said.
+
+        Between a backward and `step()` those of that backward too, which waits for the device.
+        """
+        if self._began:
+            self._flags.restart()
         skipped = self._flags.collect()
         names = []
         for parameter, record in self._records.items():
@@ -297,8 +322,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
-            ValueError: a gradient that cannot be stepped (sparse, or of another shape); nothing has been changed by
-                this call then. Or a state of another shape than its parameter, which has not moved then.
+            ValueError: a gradient that cannot be stepped (sparse, or of another shape), or a parameter whose new
+                memory cannot be (strides that leave gaps, say); nothing has been changed by this call then. Or a state
+                of another shape than its parameter, which has not moved then.
         """
         loss = None
         if closure is not None:
@@ -314,10 +340,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
+                    check_memory(parameter, self.name_of(parameter), self.weight_mode)
                     check_gradient(grad, parameter, self.name_of(parameter))
                     todo.append((parameter, group, grad))
         if todo or self._began:
             self._begin()
+            self._scalars.clear()  # those of a backward hold what the groups said then
         else:
             self._strangers.warn(self._records)
         try:
@@ -396,10 +424,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        if self._began:  # what was skipped belongs to the state that is replaced
-            self._flags.end()
-            self._flags.begin()
-        self._apply_skips()
+        self._apply_skips()  # what was skipped belongs to the state that is replaced
         _state_io.load_state(self, state_dict)
         self._scalars.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():

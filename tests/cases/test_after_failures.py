@@ -105,6 +105,118 @@ def test_zero_grad_after_a_backward_that_failed_before_anything_moved(monkeypatc
     assert torch.equal(p, torch.full((3,), -0.25))
 
 
+# -- a backward that failed before anything moved ----------------------------------------------------------------------
+
+
+def fails_waiting(p, q):
+    """The small gradient of p waits for the end of a backward that never comes."""
+    with pytest.raises(KeyError, match="boom"):
+        (Explode.apply(q * 1).sum() + (p * 1).sum()).backward()
+
+
+def fails_refused(p, q):
+    """The gradient of p has another shape."""
+    loss = (p * 1).sum()
+    p.data = torch.zeros(4)
+    with pytest.raises((ValueError, RuntimeError), match="shape"):
+        loss.backward()
+    p.data = torch.zeros(3)
+    p.grad = None
+
+
+def fails_launching(p, q):
+    """The launch at the end of the backward fails: its scalars are made by then."""
+    calls = []
+
+    def launch(optimizer, buckets):
+        _, number, fresh, *_ = buckets[0][0]
+        (entry, *_), *_ = buckets[0][1]
+        optimizer._scalars_of(entry.group, optimizer.rule.select(entry.group), number, fresh, entry.parameter)
+        calls.append(entry)
+        raise KeyError("boom")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_small, "_launch", launch)
+        with pytest.raises(KeyError, match="boom"):
+            (p + q).sum().backward()
+    assert calls
+
+
+FAILURES = pytest.mark.parametrize("fail", [fails_waiting, fails_refused, fails_launching])
+
+
+@pytest.fixture
+def failed_backward(monkeypatch, request):
+    """`(p, q, optimizer, fail)`: `fail()` runs a backward that ends in an exception and moves nothing."""
+    monkeypatch.setattr(_small, "pays", lambda device, dtype: True)
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([p, q], "sgd", lr=1.0)
+
+    def run(fail):
+        fail(p, q)
+        assert torch.equal(p, torch.zeros(3)) and torch.equal(q, torch.zeros(3))
+
+    return p, q, optimizer, run
+
+
+@FAILURES
+def test_the_next_backward_takes_the_lr_of_its_own_time(failed_backward, fail):
+    p, _, optimizer, run = failed_backward
+    run(fail)
+    optimizer.param_groups[0]["lr"] = 0.25
+    p.sum().backward()
+    optimizer.step()
+    assert torch.equal(p, torch.full((3,), -0.25))
+
+
+@FAILURES
+def test_the_next_backward_knows_the_groups_of_its_own_time(failed_backward, fail):
+    p, _, optimizer, run = failed_backward
+    run(fail)
+    new = nn.Parameter(torch.zeros(3))
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.5}
+    optimizer.add_param_group({"params": [new], "lr": 0.125})
+    (p + new).sum().backward()
+    assert torch.equal(p, torch.full((3,), -0.5)) and torch.equal(new, torch.full((3,), -0.125))
+    optimizer.step()
+
+
+@FAILURES
+def test_a_step_after_it_takes_the_lr_of_its_own_time(failed_backward, fail):
+    p, _, optimizer, run = failed_backward
+    run(fail)
+    optimizer.param_groups[0]["lr"] = 0.25
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(p, torch.full((3,), -0.25))
+
+
+def test_a_manager_s_next_backward_takes_the_lr_of_its_own_time():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[forge.FusedLinear.from_linear(nn.Linear(4, 4, bias=False), "sgd") for _ in range(2)])
+    manager = forge.FusedOptimizerManager(model)
+    manager.pre_step(lr=1.0)
+    before, x = model[1].weight.detach().clone(), torch.ones(2, 4)
+    loss = model[1](x).sum()
+    model[1].weight.data = torch.zeros(5, 4)
+    with pytest.raises((ValueError, RuntimeError), match="shape"):
+        loss.backward()
+    model[1].weight.data = before.clone()
+    manager._groups["1"]["lr"] = 0.25
+    model[1](x).sum().backward()
+    assert torch.equal(model[1].weight, before - 0.25 * 2)
+
+
+def test_a_gradient_stepped_after_the_backward_takes_the_lr_of_step():
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([a, b], "sgd", lr=1.0)
+    a.sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.25
+    b.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(a, torch.full((3,), -1.0)) and torch.equal(b, torch.full((3,), -0.25))
+
+
 # -- updates that a device has skipped ---------------------------------------------------------------------------------
 
 
@@ -159,6 +271,110 @@ def test_a_skip_of_a_state_that_is_gone_is_only_said(learnt_late, how):
         p.sum().backward()
     optimizer.step()
     assert optimizer.state[p]["step"] == 1 and optimizer.skipped == {"parameter 0": 1}
+
+
+def counts(optimizer):
+    return [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("when", ["backward", "step"])
+def test_counts_saved_and_shown_after_a_skip_are_right(learnt_late, when):
+    """Three updates of p and q, of which the device skipped the last one of p; then one more of both."""
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([p, q], lr=1.0, when=when)
+    for _ in range(2):
+        (p + q).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (p + q).sum().backward()
+    if when == "step":  # the flag is set while the step runs
+        update = optimizer._update
+        optimizer._update = lambda *args: (update(*args), learnt_late(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        del optimizer._update
+    else:
+        learnt_late(optimizer)
+    with pytest.warns(RuntimeWarning, match="NaN or inf in the gradients of parameter 0"):
+        saved = copy.deepcopy(optimizer.state_dict())
+    assert [int(s["step"]) for s in saved["state"].values()] == [2, 3]
+    assert optimizer.state[p]["step"] == 2 and optimizer.state[q]["step"] == 3
+    assert counts(optimizer) == [2, 3] and optimizer.skipped == {"parameter 0": 1}
+    optimizer.step()
+    optimizer.zero_grad()
+    assert counts(optimizer) == [2, 3] and optimizer.skipped == {"parameter 0": 1}
+    (p + q).sum().backward()
+    optimizer.step()
+    assert counts(optimizer) == [3, 4] and optimizer.skipped == {"parameter 0": 1}
+
+
+def test_skipped_between_backward_and_step_knows_that_backward(learnt_late):
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([p], lr=1.0)
+    p.sum().backward()
+    learnt_late(optimizer)
+    with pytest.warns(RuntimeWarning, match="parameter 0"):
+        assert optimizer.skipped == {"parameter 0": 1}
+    assert optimizer.state[p]["step"] == 0 and optimizer.skipped == {"parameter 0": 1}
+    optimizer.step()
+    assert counts(optimizer) == [0] and optimizer.skipped == {"parameter 0": 1}
+
+
+def test_counts_that_a_manager_saves_after_a_skip_are_right(learnt_late):
+    layers = [forge.FusedLinear.from_linear(nn.Linear(4, 4), rule, lr=1e-3) for rule in ("adamw", "lion")]
+    model = nn.Sequential(*layers)
+    manager = forge.FusedOptimizerManager(model)
+    for _ in range(2):
+        manager.pre_step()
+        model(torch.ones(2, 4)).sum().backward()
+    for optimizer in manager._optimizers.values():
+        learnt_late(optimizer)
+    with pytest.warns(RuntimeWarning, match="NaN or inf"):
+        saved = manager.state_dict()
+    assert [int(s["state"][0]["step"]) for s in saved.values()] == [1, 1]
+    assert manager.skipped == {"0.weight": 1, "1.weight": 1}
+    manager.pre_step()
+    assert [int(s["state"][0]["step"]) for s in manager.state_dict().values()] == [1, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3,), (512, 256), (300, 300)])
+@pytest.mark.parametrize("when", ["backward", "step"])
+def test_counts_saved_after_a_skip_on_a_gpu_are_right(shape, when):
+    p, q = (nn.Parameter(torch.zeros(shape, device="cuda")) for _ in range(2))
+    optimizer = FusedOptimizer([p, q], lr=1e-2, when=when)
+    for i in range(3):
+        ((p * (float("nan") if i == 2 else 1.0)) + q).sum().backward()
+        if i == 2 and when == "backward":
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.warns(RuntimeWarning, match="NaN or inf in the gradients of parameter 0"):
+        assert counts(optimizer) == [2, 3]
+    optimizer.step()
+    optimizer.zero_grad()
+    (p + q).sum().backward()
+    optimizer.step()
+    assert counts(optimizer) == [3, 4] and optimizer.skipped == {"parameter 0": 1}
+
+
+@pytest.mark.gpu
+def test_counts_saved_on_a_gpu_whose_backward_ran_on_another_stream():
+    p = nn.Parameter(torch.zeros(512, 512, device="cuda"))
+    optimizer, stream = FusedOptimizer([p], lr=1e-2), torch.cuda.Stream()
+    saved = []
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        busy = torch.ones(4096, 4096, device="cuda")
+        y = p * float("nan")
+        y.register_hook(lambda g: g + 0 * (busy @ busy)[:512, :512].sum())  # the check waits for this
+        loss = y.sum()
+    with pytest.warns(RuntimeWarning, match="NaN or inf"):
+        loss.backward()
+        saved += counts(optimizer)
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.step()
+    assert saved == [0] == counts(optimizer) and torch.equal(p, torch.zeros_like(p))
 
 
 def test_values_loaded_between_backward_and_step_are_taken():

@@ -133,3 +133,147 @@ def test_a_parameter_without_states_takes_another_shape_in_backward(monkeypatch,
     (2 * b).sum().backward()
     optimizer.step()
     assert torch.allclose(b, torch.full((6,), -2 * LR)) and b.grad is None
+
+
+# -- memory with gaps --------------------------------------------------------------------------------------------------
+
+# shape of a tensor -> a view of it that no order of dimensions makes contiguous
+GAPS = {
+    "1-D": ((12,), lambda t: t[::2]),
+    "2-D, every other column": ((4, 6), lambda t: t[:, ::2]),
+    "2-D, part of the columns": ((4, 6), lambda t: t[:, :3]),
+    "2-D, every other row": ((8, 3), lambda t: t[::2]),
+    "2-D, transposed": ((6, 4), lambda t: t[::2].t()),
+    "2-D, one row for all": ((1, 3), lambda t: t.expand(4, 3)),
+    "3-D": ((4, 6, 5), lambda t: t[:, ::2]),
+    "4-D": ((4, 6, 3, 3), lambda t: t[:, ::2]),
+    "4-D, channels last": ((4, 6, 3, 3), lambda t: t.to(memory_format=torch.channels_last)[:, :3]),
+}
+WITH_GAPS = pytest.mark.parametrize("gaps", GAPS)
+
+
+def memory_with_gaps(gaps):
+    """`(memory, view of it)`, all 0."""
+    shape, view = GAPS[gaps]
+    seen = view(torch.zeros(shape))
+    return torch.empty(0).set_(seen.untyped_storage()), seen
+
+
+@GATHERED
+@BOTH
+@WITH_GAPS
+def test_new_memory_with_gaps_is_refused_before_anything_moves(monkeypatch, gathered, when, gaps):
+    monkeypatch.setattr(_small, "pays", lambda device, dtype: gathered)
+    memory, seen = memory_with_gaps(gaps)
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(seen.shape))
+    optimizer = FusedOptimizer([("a", a), ("b", b)], lr=LR, when=when)
+    wanted = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(seen.shape))]
+    dense = torch.optim.AdamW(wanted, lr=LR)
+
+    def backward(x, y):
+        (2 * x.sum() + (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()).backward()
+
+    b.data = seen
+    with pytest.raises(ValueError, match=r"b has strides .* leave gaps.*\.contiguous\(\)"):
+        backward(a, b)
+        optimizer.step()
+    assert not memory.any() and not a.any() and not optimizer.state
+    b.data = b.data.contiguous()
+    for parameters, chosen in (((a, b), optimizer), (wanted, dense)):
+        chosen.zero_grad()
+        backward(*parameters)
+        chosen.step()
+    assert not memory.any()
+    assert all((p - q).abs().max() <= 1e-3 * LR for p, q in zip((a, b), wanted))
+
+
+@pytest.mark.gpu
+@BOTH
+@pytest.mark.parametrize("gaps", [*GAPS, "512 x 256"])
+def test_gaps_on_a_gpu_are_refused_and_their_neighbours_stay(when, gaps):
+    shape, view = GAPS.get(gaps, ((512, 512), lambda t: t[:, ::2]))
+    seen = view(torch.zeros(shape, device="cuda"))
+    b = nn.Parameter(torch.zeros(seen.shape, device="cuda"))
+    optimizer = FusedOptimizer([("b", b)], lr=LR, when=when)
+    for i in range(3):
+        if i == 2:  # a plan is made by then
+            b.data = seen
+            with pytest.raises(ValueError, match=r"b has strides .*\.contiguous\(\)"):
+                b.sum().backward()
+                optimizer.step()
+            break
+        b.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.empty(0, device="cuda").set_(seen.untyped_storage()).any()
+
+
+@BOTH
+def test_a_parameter_with_gaps_that_is_not_stepped_is_left_alone(when):
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+    optimizer = FusedOptimizer([a, b], "sgd", lr=1.0, when=when)
+    b.data = torch.zeros(4, 6)[:, ::2]
+    a.sum().backward()
+    optimizer.step()
+    assert torch.equal(a, torch.full((3,), -1.0))
+
+
+@BOTH
+def test_a_linear_layer_with_gaps_is_refused(when):
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    optimizer = forge.fuse(model, lr=LR, when=when)
+    before = [p.detach().clone() for p in model.parameters()]
+    model[0].weight.data = torch.stack([before[0], before[0]], 2)[..., 0]
+    with pytest.raises(ValueError, match=r"0\.weight has strides .*\.contiguous\(\)"):
+        model(data(0, 3, 6)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)) and not optimizer.state
+
+
+def test_a_manager_refuses_gaps_when_the_step_is_opened():
+    layers = [forge.FusedLinear.from_linear(nn.Linear(4, 4), rule, lr=LR) for rule in ("adamw", "lion")]
+    manager = forge.FusedOptimizerManager(nn.Sequential(*layers))
+    layers[1].weight.data = torch.zeros(4, 8)[:, ::2]
+    with pytest.raises(ValueError, match=r"1\.weight has strides .*\.contiguous\(\)"):
+        manager.pre_step(lr=1.0)
+    assert manager._groups["0"]["lr"] == LR
+
+
+@BOTH
+def test_a_dtype_that_is_not_offered_is_refused_before_anything_moves(when):
+    a, b = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([("a", a), ("b", b)], lr=LR, when=when)
+    b.data = torch.zeros(3, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"b: weights of dtype torch.complex64"):
+        (a.sum() + b.abs().sum()).backward()
+        optimizer.step()
+    assert not a.any() and not optimizer.state
+
+
+@GATHERED
+@BOTH
+@pytest.mark.parametrize("gaps", [name for name in GAPS if "one row" not in name])
+def test_gradients_and_states_with_gaps_are_taken(monkeypatch, gathered, when, gaps):
+    """A gradient keeps its strides where a hook or a user gave them; a state is moved to its parameter's."""
+    monkeypatch.setattr(_small, "pays", lambda device, dtype: gathered)
+    shape = memory_with_gaps(gaps)[1].shape
+    p, q = (nn.Parameter(torch.zeros(shape)) for _ in range(2))
+    mine, dense = FusedOptimizer([p], lr=LR, when=when), torch.optim.AdamW([q], lr=LR)
+    for i in range(3):
+        strided = memory_with_gaps(gaps)[1]
+        strided += data(i, *shape)
+        if i == 1:
+            for state in (mine.state[p], dense.state[q]):
+                moved = memory_with_gaps(gaps)[1]
+                state["exp_avg"] = moved.copy_(state["exp_avg"])
+        q.grad = strided.clone()
+        if when == "backward":
+            handle = p.register_hook(lambda _, strided=strided: strided)
+            p.sum().backward()
+            handle.remove()
+        else:
+            p.grad = strided
+        mine.step()
+        dense.step()
+    assert (p - q).abs().max() <= 1e-3 * LR * 3
+    assert torch.allclose(mine.state[p]["exp_avg"], dense.state[q]["exp_avg"], rtol=1e-5, atol=1e-7)

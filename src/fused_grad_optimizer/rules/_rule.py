@@ -7,6 +7,7 @@ The *scalars* are computed on the host in float64, once per step and parameter g
 
 from __future__ import annotations
 
+import math
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -133,25 +134,40 @@ def get_rule(name: str) -> Rule:
     Raises:
         ValueError: no rule has this name; the message lists those there are.
     """
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         raise ValueError(f"rule={name!r} is not offered; choose one of {', '.join(sorted(RULES))}")
     return RULES[name]
 
 
+def _number(value: Any) -> float:
+    """The value as a float, NaN for what is no number (a string, None, several elements)."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return math.nan
+
+
 def check_at_least_zero(hyper: Hyper, *names: str) -> None:
-    """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is negative or not a number."""
+    """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is not a finite number from 0 on."""
     for name in names:
-        if not float(hyper[name]) >= 0.0:
-            raise ValueError(f"Invalid {name} value: {hyper[name]}; it must be at least 0")
+        if not 0.0 <= _number(hyper[name]) < math.inf:
+            raise ValueError(f"Invalid {name} value: {hyper[name]!r}; it must be at least 0, and a finite number")
+
+
+def check_finite_numbers(hyper: Hyper, *names: str) -> None:
+    """Raise `ValueError` when one of these hyper-parameters is not a finite number."""
+    for name in names:
+        if not math.isfinite(_number(hyper[name])):
+            raise ValueError(f"Invalid {name} value: {hyper[name]!r}; a finite number is needed")
 
 
 def check_betas(hyper: Hyper) -> None:
     betas = hyper["betas"]
-    if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}; two numbers in [0, 1) are needed")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas!r}; two numbers in [0, 1) are needed")
     for i, beta in enumerate(betas):
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}; it must be in [0, 1)")
+        if not 0.0 <= _number(beta) < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i} of betas: {beta!r}; it must be in [0, 1)")
 
 
 def check_not_offered(hyper: Hyper, *names: str) -> None:

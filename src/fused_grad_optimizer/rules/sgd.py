@@ -14,6 +14,7 @@ from fused_grad_optimizer.rules._rule import (
     Rule,
     Update,
     check_at_least_zero,
+    check_finite_numbers,
     check_not_offered,
     register_rule,
     update,
@@ -49,6 +50,7 @@ def sgd_momentum(h, p, g, momentum_buffer):
 
 def _validate(hyper: Hyper) -> None:
     check_at_least_zero(hyper, "lr", "momentum", "weight_decay")
+    check_finite_numbers(hyper, "dampening")
     if hyper["nesterov"] and (float(hyper["momentum"]) <= 0.0 or float(hyper["dampening"]) != 0.0):
         raise ValueError("nesterov=True requires a momentum above 0 and zero dampening")
     check_not_offered(hyper, "differentiable")
