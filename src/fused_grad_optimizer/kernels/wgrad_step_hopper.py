@@ -29,10 +29,18 @@ What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic 
     a second mma warpgroup                                                219
     tiles left over in the last wave cut into units                       219 .. 221
     without the fence before a state slot is freed (wrong)                no faster
+    80 registers for updaters, 160 for mma; bf16 widened by hand          no faster
+    half of X not loaded (wrong): what TMA multicast could save at most   2%
+    Triton 3.9; its cache policies: states evict-first, operands -last    same; 0 .. 3% slower
+
+With few tokens (T = 128: 199) none of these mattered: the rule left out (200), states by cp.async from two or four warps
+(199), 256 bytes of a row at a time by one TMA box (198; with a warp for each updater's states 195), three or four state
+slots (203), another clock (212 at 1.27 GHz). Without stores it takes 182, without loads of states 138.
 
 Nsight Compute, T = 512: L2 78% of its peak, DRAM 69%, shared memory 68%, issue slots 56%, ALU pipe 35%; SMs are active
-94% of the time (27.15 tiles each, so 28 rounds), at 1.64 GHz: the card is at its power limit, and a kernel that follows
-others takes up to 5% longer than a first one. No single pipe bounds it. At T = 128 (200 us) it is the stream of states.
+94% of the time (27.15 tiles each, so 28 rounds). No single pipe bounds it, and the card is at its power limit of 700 W:
+after a pause a launch takes 212 .. 216 at 1.64 GHz, under steady load up to 240. At T = 128 it is the memory system, at
+89% of a copy's rate between the first tile and the last; those two cost 6%.
 
 Traps: a slot must have been filled in the round before the one waited for (the parity wait passes early otherwise), so
 there are at least as many ring slots as updaters; reads of a state slot must be fenced before TMA may overwrite it.
