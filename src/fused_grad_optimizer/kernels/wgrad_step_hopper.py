@@ -33,9 +33,9 @@ What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic 
     half of X not loaded (wrong): what TMA multicast could save at most   2%
     Triton 3.9; its cache policies: states evict-first, operands -last    same; 0 .. 3% slower
 
-With few tokens (T = 128: 199) none of these mattered: the rule left out (200), states by cp.async from two or four warps
-(199), 256 bytes of a row at a time by one TMA box (198; with a warp for each updater's states 195), three or four state
-slots (203), another clock (212 at 1.27 GHz). Without stores it takes 182, without loads of states 138.
+With few tokens (T = 128: 199) none of these mattered: the rule left out (200), states by cp.async from two or four
+warps (199), 256 bytes of a row at a time by one TMA box (198; with a warp for each updater's states 195), three or four
+state slots (203), another clock (212 at 1.27 GHz). Without stores it takes 182, without loads of states 138.
 
 Nsight Compute, T = 512: L2 78% of its peak, DRAM 69%, shared memory 68%, issue slots 56%, ALU pipe 35%; SMs are active
 94% of the time (27.15 tiles each, so 28 rounds). No single pipe bounds it, and the card is at its power limit of 700 W:
