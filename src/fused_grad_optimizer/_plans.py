@@ -36,9 +36,10 @@ class Plan:
         bound: by layout of the pairs the launches, or how often they could not be bound. They are bound when a layout
             is seen for the second time: lengths that are seen once are not worth it.
         flag: of `SkipFlags`, of its `generation`.
+        applied: the mark for `.grad` that is known to fit the weight, once there is one.
     """
 
-    __slots__ = ("update", "dtype", "shape", "device", "storages", "states", "bound", "flag", "generation")
+    __slots__ = ("update", "dtype", "shape", "device", "storages", "states", "bound", "flag", "generation", "applied")
 
     def __init__(self, parameter: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]) -> None:
         self.update, self.storages = update, target.storages
@@ -47,6 +48,7 @@ class Plan:
         self.bound: dict[tuple, Any] = {}
         self.flag: torch.Tensor | None = None
         self.generation = -1
+        self.applied: torch.Tensor | None = None
 
     def fits(self, parameter: torch.Tensor, update: Update, states: list[torch.Tensor | None]) -> bool:
         """Whether this is the weight and these are the states of the plan; addresses are compared at the launch."""
@@ -84,12 +86,15 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     """
     if grad.rows or grad.dense is not None or not grad.pairs:
         return None
-    tensors = [t for pair in grad.pairs for t in pair] if len(grad.pairs) > 1 else [*grad.pairs[0]]
-    layout: list[Any] = [tensors[0].dtype]
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.dtype is not layout[0]:
+    tensors: list[torch.Tensor] = []
+    layout: list[Any] = [grad.pairs[0][0].dtype]
+    for dy, x in grad.pairs:
+        if type(dy) is not torch.Tensor or type(x) is not torch.Tensor:
             return None
-        layout += (tensor.shape, tensor.stride())
+        if dy.dtype is not layout[0] or x.dtype is not layout[0]:
+            return None
+        tensors += (dy, x)
+        layout += (dy.shape, dy.stride(), x.shape, x.stride())
     for tensor, version in grad._versions:
         if tensor._version != version:
             return None
@@ -148,7 +153,7 @@ def update(
 
 def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:
     """Bind the launches, unless that failed too often; None if it cannot be done."""
-    if failures >= _MOST_FAILURES:
+    if failures >= _MOST_FAILURES or grad.shape != plan.shape:
         return None
     *_, flag, values, keys = moving
     made = ops.bind_step(target, grad.gradient(), plan.update, ops.StepScalars(values, keys), flag)
