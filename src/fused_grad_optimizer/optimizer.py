@@ -95,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.rule.validate(defaults)
         self.when, self.state_mode, self.weight_mode = when, state, weight
         self._records: dict[torch.Tensor, ParameterRecord] = {}
-        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        self._stepped: dict[int, tuple[dict[str, Any], ParameterRecord]] = {}  # by id: a tensor's hash is slow
         self._scalars: dict[Any, StepScalars] = {}
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove_all, self._hooks)
@@ -177,7 +177,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._stepped = {id(p): (group, self._records[p]) for group in self.param_groups for p in group["params"]}
         self._flags.begin()
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
@@ -431,11 +431,10 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     except BaseException:
         parameter.grad = None  # a refused gradient must not reach the next step
         raise
-    group = optimizer._group_of.get(parameter)
-    grad = parameter.grad
-    if group is None or grad is None:
+    found, grad = optimizer._stepped.get(id(parameter)), parameter.grad
+    if found is None or grad is None:
         return
-    record = optimizer._records[parameter]
+    group, record = found
     if record.plan is not None and _applied_by_plan(optimizer, parameter, record, group, grad):
         return
     check_gradient(grad, parameter, record.name)

@@ -86,22 +86,16 @@ def factored_linear(
     """
     x = _unwrap_if_dead(x)
     apply = _apply_transposed if transposed else _apply_linear
-    if _any_autocast() and torch.is_autocast_enabled(x.device.type):
-        if x.dtype != torch.float64 and weight.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        else:
-            _refuse_two_dtypes(x, weight)
-        with without_autocast(x.device):
-            return apply(x, weight) if bias is None else apply(x, weight, bias.to(x.dtype))
-    _refuse_two_dtypes(x, weight)
-    if bias is None:
-        return apply(x, weight)
-    return apply(x, weight, bias if bias.dtype is x.dtype else bias.to(x.dtype))
-
-
-def _refuse_two_dtypes(x: torch.Tensor, weight: torch.Tensor) -> None:
-    if x.dtype is not weight.dtype:
+    autocast = _any_autocast() and torch.is_autocast_enabled(x.device.type)
+    if autocast and x.dtype != torch.float64 and weight.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype is not weight.dtype:
         raise RuntimeError(f"expected input and weight of one dtype, but got {x.dtype} and {weight.dtype}")
+    inputs = (x, weight) if bias is None else (x, weight, bias if bias.dtype is x.dtype else bias.to(x.dtype))
+    if not autocast:
+        return apply(*inputs)
+    with without_autocast(x.device):
+        return apply(*inputs)
 
 
 # Dynamo cannot trace a backward that builds a FactoredGrad: compiled code breaks the graph here.
