@@ -19,7 +19,7 @@ LAYERS = [
     ("rules", "storage"),
     ("kernels",),
     ("ops",),
-    ("factored_grad", "modules"),
+    ("_applied_grad", "factored_grad", "modules"),
     ("_backward_pass", "_flags", "_parameters", "_plans", "_small", "_state_io", "memory", "optimizer"),
     ("manager", "convert"),
     ("distributed", "integrations"),

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fused_grad_optimizer as forge
-from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
+from fused_grad_optimizer._applied_grad import AppliedGrad
+from fused_grad_optimizer.factored_grad import FactoredGrad
 
 from .cases.helpers import Explode
 

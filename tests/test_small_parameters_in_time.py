@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_grad_optimizer as forge
 from fused_grad_optimizer import _small
-from fused_grad_optimizer.factored_grad import AppliedGrad
+from fused_grad_optimizer._applied_grad import AppliedGrad
 from tests.cases.helpers import BOTH, Explode, data
 from tests.small_helpers import (
     DENSE,

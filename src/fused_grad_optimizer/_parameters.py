@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
+from fused_grad_optimizer._applied_grad import AppliedGrad
+from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
 from fused_grad_optimizer.rules import Rule

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_SHAPES = 8  # numbers of tokens, say, that one plan knows
 _MOST_FAILURES = 3
+_increment_version = torch.autograd.graph.increment_version
 
 
 class Plan:
@@ -32,39 +33,41 @@ class Plan:
 
     Attributes:
         update: what the rule selected.
-        dtype, shape, device: of the weight; `storages` as in `Target`; `states` weakly.
+        dtype, shape, device: of the weight; `storages` as in `Target`; `states` by name, weakly.
         bound: by layout of the pairs the launches, or how often they could not be bound. They are bound when a layout
             is seen for the second time: lengths that are seen once are not worth it.
         flag: of `SkipFlags`, of its `generation`.
+        applied: the mark for `.grad` that is known to fit the weight, once there is one.
     """
 
-    __slots__ = ("update", "dtype", "shape", "device", "storages", "states", "bound", "flag", "generation")
+    __slots__ = ("update", "dtype", "shape", "device", "storages", "states", "bound", "flag", "generation", "applied")
 
     def __init__(self, parameter: torch.Tensor, target: Target, update: Update, states: list[torch.Tensor]) -> None:
         self.update, self.storages = update, target.storages
         self.dtype, self.shape, self.device = parameter.dtype, parameter.shape, parameter.device
-        self.states = [weakref.ref(s) for s in states]
+        self.states = [(name, weakref.ref(s)) for name, s in zip(update.states, states)]
         self.bound: dict[tuple, Any] = {}
         self.flag: torch.Tensor | None = None
         self.generation = -1
+        self.applied: torch.Tensor | None = None
 
-    def fits(self, parameter: torch.Tensor, update: Update, states: list[torch.Tensor | None]) -> bool:
-        """Whether this is the weight and these are the states of the plan; addresses are compared at the launch."""
+    def targets(self, parameter: torch.Tensor, update: Update, state: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The weight and its states; None if they are not those of the plan. The launch compares their addresses."""
         if update is not self.update or parameter.dtype is not self.dtype or parameter.shape != self.shape:
-            return False
-        for kept, state in zip(self.states, states):
-            if state is None or kept() is not state:
-                return False
-        return parameter.is_contiguous() and parameter.device == self.device
+            return None
+        found: list[Any] = [parameter]
+        for name, kept in self.states:
+            there = kept()
+            if there is None or state.get(name) is not there:
+                return None
+            found.append(there)
+        return found if parameter.is_contiguous() and parameter.device == self.device else None
 
-    def launches(self, key: tuple) -> Any:
-        """The launches bound for this layout, or how often that failed; None when it is seen for the first time."""
-        found = self.bound.get(key)
-        if found is None:
-            if len(self.bound) >= _MOST_SHAPES:
-                del self.bound[next(iter(self.bound))]
-            self.bound[key] = 0
-        return found
+    def has_seen(self, layout: tuple) -> None:
+        """From the next time on launches are bound for this layout."""
+        if len(self.bound) >= _MOST_SHAPES:
+            del self.bound[next(iter(self.bound))]
+        self.bound[layout] = 0
 
 
 def make(
@@ -84,12 +87,15 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     """
     if grad.rows or grad.dense is not None or not grad.pairs:
         return None
-    tensors = [t for pair in grad.pairs for t in pair] if len(grad.pairs) > 1 else [*grad.pairs[0]]
-    layout: list[Any] = [tensors[0].dtype]
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor or tensor.dtype is not layout[0]:
+    tensors: list[torch.Tensor] = []
+    layout: list[Any] = [grad.pairs[0][0].dtype]
+    for dy, x in grad.pairs:
+        if type(dy) is not torch.Tensor or type(x) is not torch.Tensor:
             return None
-        layout += (tensor.shape, tensor.stride())
+        if dy.dtype is not layout[0] or x.dtype is not layout[0]:
+            return None
+        tensors += (dy, x)
+        layout += (dy.shape, dy.stride(), x.shape, x.stride())
     for tensor, version in grad._versions:
         if tensor._version != version:
             return None
@@ -113,18 +119,20 @@ def update(
     if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
         return False
     plan: Plan = record.plan
-    operands = _operands(grad)
     state, selected = optimizer.state[parameter], optimizer.rule.select(group)
-    states = list(map(state.get, selected.states))
-    if not plan.fits(parameter, selected, states):
+    targets = plan.targets(parameter, selected, state)
+    if targets is None:
         record.plan = None
         return False
+    operands = _operands(grad)
     if operands is None:
         return False
     tensors, layout = operands
-    count = state.get("step")
-    bound = plan.launches(layout)
-    if bound is None or type(count) is not int or count < 1:
+    bound, count = plan.bound.get(layout), state.get("step")
+    if bound is None:
+        plan.has_seen(layout)
+        return False
+    if type(count) is not int or count < 1:
         return False
     if plan.generation != optimizer._flags.generation:
         plan.flag = optimizer._flags.of(record.index, parameter.device)
@@ -132,23 +140,21 @@ def update(
     scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
     moving = (*tensors, plan.flag, scalars.values, scalars.keys)
     if type(bound) is int:
-        bound = _bind(
-            plan, layout, bound, Target(parameter.detach(), states, plan.storages, record.index), grad, moving
-        )
+        target = Target(parameter.detach(), targets[1:], plan.storages, record.index)
+        bound = _bind(plan, layout, bound, target, grad, moving)
         if bound is None:
             return False
-    fixed = (parameter, *states)
-    if not bound.run(moving, fixed):
+    if not bound.run(moving, targets):
         record.plan = None
         return False
     state["step"] = count + 1
-    torch.autograd.graph.increment_version(fixed)
+    _increment_version(targets)
     return True
 
 
 def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:
     """Bind the launches, unless that failed too often; None if it cannot be done."""
-    if failures >= _MOST_FAILURES:
+    if failures >= _MOST_FAILURES or grad.shape != plan.shape:
         return None
     *_, flag, values, keys = moving
     made = ops.bind_step(target, grad.gradient(), plan.update, ops.StepScalars(values, keys), flag)

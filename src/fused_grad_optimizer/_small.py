@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fused_grad_optimizer.factored_grad import AppliedGrad
+from fused_grad_optimizer._applied_grad import AppliedGrad
 from fused_grad_optimizer.kernels import triton_reason
 from fused_grad_optimizer.storage import state_storage, weight_storage
 

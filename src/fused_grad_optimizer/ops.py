@@ -258,16 +258,21 @@ def _sum_rows_fake(ids, dy, num_rows, dtype):
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
+_modes = torch._C._len_torch_dispatch_stack
+_profiling = torch._C._autograd._profiler_enabled
+_is_compiling = torch.compiler.is_compiling
+_running_transform = torch._C._functorch.peek_interpreter_stack
+_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 def observed() -> bool:
     """Whether operators must be called as such: a mode, a transform, torch.compile or the profiler is to see them."""
     return (
-        torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._autograd._profiler_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._dispatch_tls_is_dispatch_key_included(_FUNCTIONALIZE)
+        _modes() != 0
+        or _profiling()
+        or _is_compiling()
+        or _running_transform() is not None
+        or _key_included(_FUNCTIONALIZE)
     )
 
 

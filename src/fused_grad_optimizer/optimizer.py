@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fused_grad_optimizer import _plans, _state_io
+from fused_grad_optimizer._applied_grad import AppliedGrad
 from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
 from fused_grad_optimizer._flags import SkipFlags
 from fused_grad_optimizer._parameters import (
@@ -33,7 +34,7 @@ from fused_grad_optimizer._parameters import (
 )
 from fused_grad_optimizer._small import Entry, SmallQueue, is_small, step_together
 from fused_grad_optimizer._strangers import Strangers
-from fused_grad_optimizer.factored_grad import AppliedGrad, FactoredGrad
+from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.kernels import Target
 from fused_grad_optimizer.modules._registry import claim, give_up, is_factored
 from fused_grad_optimizer.ops import StepScalars, check_finite, make_scalars, step
@@ -100,7 +101,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = listed(params, "params")
         self.when, self.state_mode, self.weight_mode = when, state, weight
         self._records: dict[torch.Tensor, ParameterRecord] = {}
-        self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
+        self._stepped: dict[int, tuple[dict[str, Any], ParameterRecord]] = {}  # by id: a tensor's hash is slow
         self._scalars: dict[Any, StepScalars] = {}
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove_all, self._hooks)
@@ -191,7 +192,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
-        self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._stepped = {id(p): (group, self._records[p]) for group in self.param_groups for p in group["params"]}
         self._flags.begin()
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
@@ -272,8 +273,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:
         """One update of one parameter, in place. Not finite: nothing is written."""
         record = self._records[parameter]
-        if record.plan is not None and _plans.update(self, parameter, record, group, grad):
-            return
+        if record.plan is None or not _plans.update(self, parameter, record, group, grad):
+            self._update_generally(parameter, record, group, grad)
+
+    def _update_generally(
+        self, parameter: torch.Tensor, record: ParameterRecord, group: dict[str, Any], grad: torch.Tensor
+    ) -> None:
         self._say_once_if_dense(parameter, record, grad)
         on_device = stepped_on_device(parameter)
         flag = self._flags.of(record.index, parameter.device)
@@ -446,22 +451,49 @@ def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch
 def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
     try:
         optimizer._pass.enter()
-        optimizer._begin()
+        if not optimizer._began:
+            optimizer._begin()
     except BaseException:
         parameter.grad = None  # a refused gradient must not reach the next step
         raise
-    group = optimizer._group_of.get(parameter)
-    grad = parameter.grad
-    if group is None or grad is None:
+    found, grad = optimizer._stepped.get(id(parameter)), parameter.grad
+    if found is None or grad is None:
         return
-    record = optimizer._records[parameter]
+    group, record = found
+    if record.plan is not None and _applied_by_plan(optimizer, parameter, record, group, grad):
+        return
     check_gradient(grad, parameter, record.name)
     parameter.grad = None
     if is_small(parameter, grad):
         optimizer._queue.add(parameter, group, grad)
     else:
         optimizer._pass.moved.append(record.name)
-        optimizer._update(parameter, group, grad)
+        optimizer._update_generally(parameter, record, group, grad)
+    parameter.grad = _mark_of(parameter, record)
+
+
+def _applied_by_plan(
+    optimizer: FusedOptimizer, parameter: torch.Tensor, record: ParameterRecord, group: dict[str, Any], grad: Any
+) -> bool:
+    """Step by the plan and leave the mark in `.grad`. False: nothing was done."""
+    plan, moved = record.plan, optimizer._pass.moved
+    moved.append(record.name)
+    try:
+        done = _plans.update(optimizer, parameter, record, group, grad)
+    except BaseException:
+        parameter.grad = None
+        raise
+    if not done:
+        moved.remove(record.name)
+        return False
+    if plan.applied is not record.applied or plan.applied is None:
+        plan.applied = _mark_of(parameter, record)
+    parameter.grad = plan.applied
+    return True
+
+
+def _mark_of(parameter: torch.Tensor, record: ParameterRecord) -> AppliedGrad:
+    """The mark that stands in `.grad` after an update, of the parameter's present dtype, device and shape."""
     applied = record.applied
     if (
         applied is None
@@ -470,7 +502,7 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
         or applied.shape != parameter.shape
     ):
         applied = record.applied = AppliedGrad(parameter, record.name)
-    parameter.grad = applied
+    return applied
 
 
 def _remove_all(hooks: list[Any]) -> None:

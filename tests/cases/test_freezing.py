@@ -126,13 +126,13 @@ def test_frozen_thawed_and_frozen_again_every_step(when):
 
 @BOTH
 def test_a_frozen_layer_keeps_no_input_and_computes_no_weight_gradient(when, monkeypatch):
-    made, original = [], linear_module.FactoredGrad
+    made, original = [], linear_module.of_pair
 
-    def count(shape, *args, **kwargs):
-        made.append(tuple(shape))
-        return original(shape, *args, **kwargs)
+    def count(weight, dy, x):
+        made.append(tuple(weight.shape))
+        return original(weight, dy, x)
 
-    monkeypatch.setattr(linear_module, "FactoredGrad", count)
+    monkeypatch.setattr(linear_module, "of_pair", count)
     model = make()
     optimizer = forge.fuse(model, when=when, lr=LR)
     kept = []

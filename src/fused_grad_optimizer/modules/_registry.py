@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_is_grad_enabled = torch.is_grad_enabled
+_running_transform = torch._C._functorch.peek_interpreter_stack
 _FACTORED: dict[int, weakref.ref] = {}
 _OWNERS: dict[int, tuple[weakref.ref, weakref.ref]] = {}
 
@@ -44,11 +46,13 @@ def give_up(parameter: torch.Tensor, owner: Any) -> None:
 
 def factors_wanted(weight: torch.Tensor) -> bool:
     """Whether this use of the weight should give a factored gradient."""
+    found = _FACTORED.get(id(weight))
     return (
-        weight.requires_grad
-        and torch.is_grad_enabled()
-        and is_factored(weight)
+        found is not None
+        and found() is weight
+        and weight.requires_grad
+        and _is_grad_enabled()
         and weight.numel() > 0
         and weight.is_contiguous()
-        and torch._C._functorch.peek_interpreter_stack() is None  # inside torch.func transforms: the ordinary path
+        and _running_transform() is None  # inside torch.func transforms: the ordinary path
     )

@@ -13,7 +13,8 @@ class FusedConv1D(Conv1D):
     """A transformers `Conv1D` whose weight gets a factored gradient; made by `convert` or `fuse`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not factors_wanted(self.weight):
+        weight = self.weight
+        if not factors_wanted(weight):
             return super().forward(x)
         function = _factored_linear_uncompiled if torch.compiler.is_compiling() else factored_linear
-        return function(x, self.weight, self.bias, True)
+        return function(x, weight, self.bias, True)

@@ -8,74 +8,108 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fused_grad_optimizer.factored_grad import FactoredGrad
+from fused_grad_optimizer.factored_grad import of_pair
 from fused_grad_optimizer.modules._registry import factors_wanted, register_factored
 from fused_grad_optimizer.ops import without_autocast
 
+_any_autocast = torch._C._is_any_autocast_enabled
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # of a tensor that a transform has left behind
+
 
 class _FactoredLinear(torch.autograd.Function):
-    """y = x W^T + b (or x W + b for `transposed`, a weight [in, out]); dW stays the factors (dY, X).
+    """y = x W^T + b; dW stays the factors (dY, X). Called as `(x, weight)` or `(x, weight, bias)`.
 
     `weight` may have another dtype than x (autocast): it is cast for each product, so no cast copy is kept.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, transposed):
+    def forward(ctx, x, weight, bias=None):
         ctx.save_for_backward(x, weight)
-        ctx.transposed = transposed
-        cast = weight.to(x.dtype)
-        return F.linear(x, cast.t() if transposed else cast, bias)
+        return F.linear(x, weight if weight.dtype is x.dtype else weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx, dy):
-        if not torch.is_autocast_enabled(dy.device.type):
-            return _FactoredLinear.gradients(ctx, dy)
-        with without_autocast(dy.device):
-            return _FactoredLinear.gradients(ctx, dy)
+        return _gradients(ctx, dy, False)
+
+
+class _FactoredTransposedLinear(torch.autograd.Function):
+    """y = x W + b, for a weight [in, out]; as `_FactoredLinear` otherwise."""
 
     @staticmethod
-    def gradients(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx = dw = db = None
-        if ctx.needs_input_grad[0]:
-            cast = weight.to(dy.dtype)
-            dx = F.linear(dy, cast if ctx.transposed else cast.t())
-        if ctx.needs_input_grad[1]:
-            rows, columns = (x, dy) if ctx.transposed else (dy, x)
-            rows, columns = rows.reshape(-1, rows.shape[-1]), columns.reshape(-1, columns.shape[-1])
-            if torch.is_grad_enabled():  # create_graph=True: the gradient needs a graph of its own
-                dw = (rows.t() @ columns).to(weight.dtype)
-            else:
-                dw = FactoredGrad(weight.shape, weight.dtype, pairs=[(rows, columns)])
-        if ctx.needs_input_grad[2]:
-            db = dy.reshape(-1, dy.shape[-1]).sum(0)
-        return dx, dw, db, None
+    def forward(ctx, x, weight, bias=None):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, (weight if weight.dtype is x.dtype else weight.to(x.dtype)).t(), bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return _gradients(ctx, dy, True)
+
+
+# `Function.apply` without what it does for torch.func transforms, which takes longer than all the rest of it:
+# `factors_wanted` is false in them.
+_apply_linear = super(torch.autograd.Function, _FactoredLinear).apply
+_apply_transposed = super(torch.autograd.Function, _FactoredTransposedLinear).apply
+
+
+def _gradients(ctx, dy: torch.Tensor, transposed: bool) -> tuple[torch.Tensor | None, ...]:
+    """Of x, the weight and, if there is one, the bias."""
+    if _any_autocast() and torch.is_autocast_enabled(dy.device.type):
+        with without_autocast(dy.device):
+            return _gradients(ctx, dy, transposed)
+    x, weight = ctx.saved_tensors
+    needed = ctx.needs_input_grad
+    dx = dw = None
+    if needed[0]:
+        cast = weight if weight.dtype is dy.dtype else weight.to(dy.dtype)
+        dx = torch.matmul(dy, cast.t() if transposed else cast)
+    matrix = dy if dy.dim() == 2 else dy.reshape(-1, dy.shape[-1])
+    if needed[1]:
+        if x.dim() != 2:
+            x = x.reshape(-1, x.shape[-1])
+        rows, columns = (x, matrix) if transposed else (matrix, x)
+        if torch.is_grad_enabled():  # create_graph=True: the gradient needs a graph of its own
+            dw = (rows.t() @ columns).to(weight.dtype)
+        else:
+            dw = of_pair(weight, rows, columns)
+    if len(needed) == 2:
+        return dx, dw
+    return dx, dw, matrix.sum(0) if needed[2] else None
 
 
 def factored_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool = False
 ) -> torch.Tensor:
-    """`F.linear` with a factored weight gradient. x [..., in]; weight [out, in], or [in, out] if `transposed`.
+    """x W^T + b (x W + b for `transposed`) with a factored gradient of `weight`.
 
     Follows autocast: x and bias are cast to its dtype and the weight for the product only, without autocast's cache,
     which would go stale when the weight is updated inside one autocast block.
     """
-    kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind)
+    x = _unwrap_if_dead(x)
+    apply = _apply_transposed if transposed else _apply_linear
+    autocast = _any_autocast() and torch.is_autocast_enabled(x.device.type)
     if autocast and x.dtype != torch.float64 and weight.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(kind))
-    elif x.dtype != weight.dtype:
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    elif x.dtype is not weight.dtype:
         raise RuntimeError(f"expected input and weight of one dtype, but got {x.dtype} and {weight.dtype}")
-    if bias is not None:
-        bias = bias.to(x.dtype)
+    inputs = (x, weight) if bias is None else (x, weight, bias if bias.dtype is x.dtype else bias.to(x.dtype))
     if not autocast:
-        return _FactoredLinear.apply(x, weight, bias, transposed)
+        return apply(*inputs)
     with without_autocast(x.device):
-        return _FactoredLinear.apply(x, weight, bias, transposed)
+        return apply(*inputs)
 
 
 # Dynamo cannot trace a backward that builds a FactoredGrad: compiled code breaks the graph here.
 _factored_linear_uncompiled = torch.compiler.disable(factored_linear)
+
+
+def _weight_and_bias(module: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The attributes, without `nn.Module.__getattr__` where nothing but it would give them: a sixth of the time."""
+    own = module.__dict__
+    parameters = own["_parameters"]
+    plain = type(module) is FusedLinear and "weight" not in own and "bias" not in own
+    if plain and "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return module.weight, module.bias
 
 
 class FusedLinear(nn.Linear):
@@ -98,11 +132,12 @@ class FusedLinear(nn.Linear):
         register_factored(self.weight)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not factors_wanted(self.weight):
-            return F.linear(input, self.weight, self.bias)
+        weight, bias = _weight_and_bias(self)
+        if not factors_wanted(weight):
+            return F.linear(input, weight, bias)
         if torch.compiler.is_compiling():
-            return _factored_linear_uncompiled(input, self.weight, self.bias)
-        return factored_linear(input, self.weight, self.bias)
+            return _factored_linear_uncompiled(input, weight, bias)
+        return factored_linear(input, weight, bias)
 
     @classmethod
     def from_linear(

@@ -1,0 +1,138 @@
+"""Plans in the hook of `when="backward"`, on the fake driver: what stands in `.grad`, what is said to have moved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton")
+
+from fused_grad_optimizer import FusedOptimizer, optimizer  # noqa: E402
+from fused_grad_optimizer._applied_grad import AppliedGrad  # noqa: E402
+from fused_grad_optimizer.factored_grad import FactoredGrad  # noqa: E402
+from fused_grad_optimizer.kernels import bound  # noqa: E402
+from tests.kernels import fake_training  # noqa: E402
+from tests.kernels.fake_cuda import fake_cuda  # noqa: E402
+from tests.kernels.fake_training import give_gradient, layers, pair  # noqa: E402
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    with fake_cuda() as fake, monkeypatch.context() as patch:
+        fake_training.take_the_gpus_way(patch)
+        yield fake
+
+
+@pytest.fixture
+def general(monkeypatch):
+    """How often the general way was taken."""
+    calls = []
+    original = optimizer.step
+
+    def step(*args):
+        calls.append(args)
+        original(*args)
+
+    monkeypatch.setattr(optimizer, "step", step)
+    return calls
+
+
+class Use(torch.autograd.Function):
+    """A use of the weight whose gradient is these factors."""
+
+    @staticmethod
+    def forward(ctx, weight, factors):
+        ctx.factors, ctx.shape, ctx.dtype = factors, weight.shape, weight.dtype
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return FactoredGrad(ctx.shape, ctx.dtype, pairs=[ctx.factors]), None
+
+
+def one(opt, parameter: nn.Parameter, factors) -> None:
+    Use.apply(parameter, factors).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def warm(opt, parameter: nn.Parameter, factors) -> None:
+    for _ in range(4):
+        one(opt, parameter, factors)
+
+
+def test_the_mark_and_one_name(cuda, general):
+    (parameter,), factors = layers(1), pair()
+    opt = FusedOptimizer([parameter], lr=1e-3)
+    warm(opt, parameter, factors)
+    general.clear()
+    Use.apply(parameter, factors).backward()
+    assert not general and isinstance(parameter.grad, AppliedGrad)
+    assert opt._pass.moved == ["parameter 0"]
+    with pytest.raises(RuntimeError, match="second backward"):
+        Use.apply(parameter, factors).backward()
+    opt.step()
+    assert parameter.grad is None
+
+
+def test_one_name_when_the_plan_is_not_for_it(cuda, general):
+    (parameter,), factors = layers(1), pair()
+    opt = FusedOptimizer([parameter], lr=1e-3)
+    warm(opt, parameter, factors)
+    opt.param_groups[0]["maximize"] = True
+    general.clear()
+    Use.apply(parameter, factors).backward()
+    assert len(general) == 1 and opt._pass.moved == ["parameter 0"]
+    assert isinstance(parameter.grad, AppliedGrad)
+
+
+def test_a_plan_made_outside_of_backward_for_another_dtype(cuda, general):
+    """The mark follows the weight, also when backward never took the general way with this dtype."""
+    (parameter,), factors = layers(1), pair()
+    opt = FusedOptimizer([parameter], lr=1e-3)
+    warm(opt, parameter, factors)
+    parameter.data = parameter.data.float()
+    for _ in range(4):
+        give_gradient(parameter, pair(dtype=torch.float32))
+        opt.step()
+    general.clear()
+    Use.apply(parameter, pair(dtype=torch.float32)).backward()
+    assert not general
+    assert isinstance(parameter.grad, AppliedGrad) and parameter.grad.dtype == torch.float32
+
+
+def test_a_launch_that_fails(cuda, monkeypatch):
+    (parameter,), factors = layers(1), pair()
+    opt = FusedOptimizer([parameter], lr=1e-3)
+    warm(opt, parameter, factors)
+
+    def fail(self, moving, fixed):
+        raise RuntimeError("CUDA error 700")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bound.BoundStep, "run", fail)
+        with pytest.raises(RuntimeError, match="CUDA error 700"):
+            Use.apply(parameter, factors).backward()
+    assert parameter.grad is None
+    with pytest.raises(RuntimeError, match="after it had updated parameter 0"):
+        opt.step()
+
+
+def test_a_gradient_of_the_shape_that_the_weight_had_in_forward(cuda, general):
+    """Refused each time: nothing is bound to the smaller memory."""
+    (parameter,), factors = layers(1), pair()
+    opt = FusedOptimizer([parameter], lr=1e-3)
+    warm(opt, parameter, factors)
+    present = parameter.data
+    for _ in range(4):
+        parameter.data = torch.zeros(512, 256, dtype=torch.bfloat16)
+        loss = Use.apply(parameter, (pair(512)[0], factors[1]))
+        parameter.data = present
+        cuda.direct.clear()
+        cuda.triton.clear()
+        with pytest.raises(ValueError, match="shape"):
+            loss.backward()
+        assert not cuda.direct and not cuda.triton
+        parameter.grad = None
+        opt.zero_grad()
