@@ -20,7 +20,7 @@ LAYERS = [
     ("kernels",),
     ("ops",),
     ("_applied_grad", "factored_grad", "modules"),
-    ("_backward_pass", "_flags", "_parameters", "_plans", "_small", "_state_io", "memory", "optimizer"),
+    ("_backward_pass", "_flags", "_hooks", "_parameters", "_plans", "_small", "_state_io", "memory", "optimizer"),
     ("manager", "convert"),
     ("distributed", "integrations"),
     ("cli",),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fused_grad_optimizer import _plans, _state_io
+from fused_grad_optimizer import _hooks, _plans, _state_io
 from fused_grad_optimizer._applied_grad import AppliedGrad
 from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
 from fused_grad_optimizer._flags import SkipFlags
@@ -104,7 +103,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._stepped: dict[int, tuple[dict[str, Any], ParameterRecord]] = {}  # by id: a tensor's hash is slow
         self._scalars: dict[Any, StepScalars] = {}
         self._hooks: list[Any] = []
-        weakref.finalize(self, _remove_all, self._hooks)
+        weakref.finalize(self, _hooks.remove_all, self._hooks)
         self._pass = BackwardPass()  # a manager puts one for all its optimizers here
         self._began = False
         self._number = -1  # of the pass when it began
@@ -154,15 +153,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         if self.when == "backward":
             record.applied = AppliedGrad(parameter, record.name)
-            # weakly: the collector cannot see a cycle through a tensor's hooks, the model would never be freed
-            record.hook = parameter.register_post_accumulate_grad_hook(partial(_update_in_backward, weakref.ref(self)))
-        else:
-            record.hook = parameter.register_post_accumulate_grad_hook(_fold_if_larger)
+        record.hook = _hooks.register(self, parameter)
         self._hooks.append(record.hook)
 
     def release(self) -> None:
         """Remove all hooks and give the parameters back: another optimizer can take them."""
-        _remove_all(self._hooks)
+        _hooks.remove_all(self._hooks)
         self._queue.drop()
         for parameter, record in self._records.items():
             record.hook = None
@@ -434,84 +430,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scalars.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-
-def _update_in_backward(reference: weakref.ref[FusedOptimizer], parameter: torch.Tensor) -> None:
-    """Post-accumulate-grad hook: autograd has summed every contribution to this parameter."""
-    optimizer = reference()
-    if optimizer is None:
-        return
-    if not torch.is_grad_enabled():
-        _apply_gradient(optimizer, parameter)
-    else:  # create_graph=True
-        with torch.no_grad():
-            _apply_gradient(optimizer, parameter)
-
-
-def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
-    try:
-        optimizer._pass.enter()
-        if not optimizer._began:
-            optimizer._begin()
-    except BaseException:
-        parameter.grad = None  # a refused gradient must not reach the next step
-        raise
-    found, grad = optimizer._stepped.get(id(parameter)), parameter.grad
-    if found is None or grad is None:
-        return
-    group, record = found
-    if record.plan is not None and _applied_by_plan(optimizer, parameter, record, group, grad):
-        return
-    check_gradient(grad, parameter, record.name)
-    parameter.grad = None
-    if is_small(parameter, grad):
-        optimizer._queue.add(parameter, group, grad)
-    else:
-        optimizer._pass.moved.append(record.name)
-        optimizer._update_generally(parameter, record, group, grad)
-    parameter.grad = _mark_of(parameter, record)
-
-
-def _applied_by_plan(
-    optimizer: FusedOptimizer, parameter: torch.Tensor, record: ParameterRecord, group: dict[str, Any], grad: Any
-) -> bool:
-    """Step by the plan and leave the mark in `.grad`. False: nothing was done."""
-    plan, moved = record.plan, optimizer._pass.moved
-    moved.append(record.name)
-    try:
-        done = _plans.update(optimizer, parameter, record, group, grad)
-    except BaseException:
-        parameter.grad = None
-        raise
-    if not done:
-        moved.remove(record.name)
-        return False
-    if plan.applied is not record.applied or plan.applied is None:
-        plan.applied = _mark_of(parameter, record)
-    parameter.grad = plan.applied
-    return True
-
-
-def _mark_of(parameter: torch.Tensor, record: ParameterRecord) -> AppliedGrad:
-    """The mark that stands in `.grad` after an update, of the parameter's present dtype, device and shape."""
-    applied = record.applied
-    if (
-        applied is None
-        or applied.dtype != parameter.dtype
-        or applied.device != parameter.device
-        or applied.shape != parameter.shape
-    ):
-        applied = record.applied = AppliedGrad(parameter, record.name)
-    return applied
-
-
-def _remove_all(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
-
-
-def _fold_if_larger(parameter: torch.Tensor) -> None:
-    """Post-accumulate-grad hook of `when="step"`: factors never hold more than a dense gradient would."""
-    if isinstance(parameter.grad, FactoredGrad):
-        parameter.grad.fold_if_larger()

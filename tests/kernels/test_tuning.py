@@ -121,9 +121,9 @@ def test_without_the_hopper_kernel_the_others_times_decide():
 
 def test_far_beyond_what_was_measured_the_guess_serves():
     found = from_cells({128: {H: 1.0, C: 2.0}}, True, GUESS, "")
-    assert found.at(256) == H and found.at(8192) == H and found.at(8193) == C
-    found = from_cells({8192: {H: 1.0, C: 2.0}}, True, GUESS, "")
-    assert found.at(16384) == H and found.at(16385) == C
+    assert found.at(256) == H and found.at(32768) == H and found.at(32769) == C
+    found = from_cells({32768: {H: 1.0, C: 2.0}}, True, GUESS, "")
+    assert found.at(65536) == H and found.at(65537) == C
     found = from_cells({128: {H: 2.0, C32: 1.0}}, True, GUESS, "")
     assert found == Ranges((), (C32,), "") and found.crossover == 0 and found.reason == f": {CHUNKED} at any T"
 
@@ -369,9 +369,9 @@ def test_an_unknown_card_gets_a_guess_and_is_told_once(on_card, caplog):
     on_card()
     with caplog.at_level(logging.WARNING):
         for n in (128, 256):
-            assert plan(n, 128, 8192).choice == H
-            found = plan(n, 128, 8193)
-            assert found.choice == C and found.crossover == 8192 and "guess" in found.reason
+            assert plan(n, 128, 32768).choice == H
+            found = plan(n, 128, 32769)
+            assert found.choice == C and found.crossover == 32768 and "guess" in found.reason
     (said,) = [record.getMessage() for record in caplog.records]
     assert CARD in said and "forge bench tune" in said and "\n" not in said
 
@@ -435,8 +435,8 @@ def test_the_environment_overrides(on_card, monkeypatch, tables):
 def test_a_torch_that_cannot_add_in_fp32_keeps_several_pairs_in_registers(on_card, monkeypatch):
     monkeypatch.setattr(dispatch, "_adds_in_fp32", lambda: False)
     on_card()
-    assert plan(128, 128, 9000).choice == C
-    found = plan(128, 128, 4500, 4500)
+    assert plan(128, 128, 33_000).choice == C
+    found = plan(128, 128, 16_500, 16_500)
     assert found.choice == H and "torch 2.10" in found.reason
     assert plan(128, 120, 4500, 4500).choice == P
     assert plan(128, 120, 4500, 4500, dtype=torch.float32).choice == C
@@ -448,10 +448,10 @@ def test_a_torch_that_cannot_add_in_fp32_keeps_several_pairs_in_registers(on_car
 def test_explain_names_path_reason_and_crossover(on_card, monkeypatch):
     on_card()
     monkeypatch.setattr(ops, "triton_reason", lambda device, dtype: None)
-    for tokens, path in ((512, HOPPER), (16384, CHUNKED)):
+    for tokens, path in ((512, HOPPER), (40000, CHUNKED)):
         found = ops.explain(4096, 4096, tokens, device="cpu", weight_dtype=torch.bfloat16)
-        assert found.path == path and found.crossover == 8192
-        assert f"{HOPPER} up to T=8192" in found.reason and f"T={tokens}" in found.reason
+        assert found.path == path and found.crossover == 32768
+        assert f"{HOPPER} up to T=32768" in found.reason and f"T={tokens}" in found.reason
     monkeypatch.undo()
     found = ops.explain(64, 64, 512, device="cpu", weight_dtype=torch.float32)
     assert found.path == "tile_cpu" and found.crossover is None

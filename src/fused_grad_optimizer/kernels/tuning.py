@@ -271,17 +271,17 @@ def forget() -> None:
 
 
 def defaults(hopper: bool) -> Ranges:
-    """For a card without a table: the Hopper kernel up to T = 8192, the portable one up to 1024, chunked above.
+    """For a card without a table: the Hopper kernel up to T = 32768, the portable one up to 1024, chunked above.
 
     Guesses, to be replaced by `forge bench tune`, from one weight on one H200 (14336 x 4096, AdamW in bf16, us):
 
-        T                   128    512   2048   4096
-        wgrad_step_hopper   200    214    474    880
+        T                   128    512   2048   4096   16384
+        wgrad_step_hopper   199    221    454    788    2922
         wgrad_step          286    347    622
-        chunked             332    388    605           (some 0.18 a token more)
+        chunked             332    388    605           3126
     """
     if hopper:
-        return Ranges((8192,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")
+        return Ranges((32768,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")
     return Ranges((1024,), (Choice(PORTABLE), Choice(CHUNKED)), "a guess, not measured on this card")
 
 
