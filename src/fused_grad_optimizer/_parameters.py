@@ -98,16 +98,26 @@ def check_parameter(parameter: torch.Tensor, name: str, weight: str | None, opti
         raise ValueError(f"{name} was computed from other tensors (not a leaf): give those, or its .detach()")
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ValueError(f"{name} is not initialised yet: run a forward before making the optimizer")
-    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):
-        raise ValueError(
-            f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)"
-        )
-    check_memory(parameter, name, weight)
+    if parameter.requires_grad:
+        check_trainable(parameter, name, weight)
     owner = owner_of(parameter)
     if owner is not None and owner is not optimizer:
         raise ValueError(
             f"{name} is already stepped by another FusedOptimizer; call release() on that one, or delete it, first"
         )
+
+
+def check_trainable(parameter: torch.Tensor, name: str, weight: str | None) -> None:
+    """Refuse what may be frozen, but cannot be stepped.
+
+    Raises:
+        ValueError: a tensor subclass that wraps others, or what `check_memory` refuses.
+    """
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):
+        raise ValueError(
+            f"{name} is a {type(parameter).__name__}; plain tensors only (no DTensor, no quantised weights)"
+        )
+    check_memory(parameter, name, weight)
 
 
 def check_memory(parameter: torch.Tensor, name: str, weight: str | None) -> None:
@@ -116,9 +126,10 @@ def check_memory(parameter: torch.Tensor, name: str, weight: str | None) -> None
     Raises:
         ValueError: a layout, dtype, device or strides that are not offered, naming the parameter and the remedy.
     """
-    if parameter.dtype in _COMMON and parameter.is_contiguous() and not parameter.is_meta:
+    strided = parameter.layout is torch.strided
+    if strided and parameter.dtype in _COMMON and parameter.is_contiguous() and not parameter.is_meta:
         return
-    if parameter.layout != torch.strided:
+    if not strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided parameters are offered")
     if parameter.device.type == "meta":
         raise ValueError(f"{name} is on the meta device: give it memory (to_empty, load a checkpoint) first")

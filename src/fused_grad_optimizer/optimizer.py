@@ -21,6 +21,7 @@ from fused_grad_optimizer._parameters import (
     check_parameter,
     check_settings,
     check_state,
+    check_trainable,
     finite_operands,
     gradient_of,
     group_of,
@@ -136,15 +137,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             if parameter in before:
                 raise ValueError(f"{name} is given twice, before as {before[parameter]}: leave one of them out")
             before[parameter] = name
-        all_named = all(name is not None for name, _ in named)
-        if self.param_groups and named:
-            all_named = "param_names" in self.param_groups[0]  # torch wants names in all groups, or in none
-        group["params"] = list(zip(names, [p for _, p in named])) if all_named else [p for _, p in named]
+        if self._wants_names(named):
+            group["params"] = list(zip(names, [p for _, p in named]))
+            group["param_names"] = names
+        else:
+            group["params"] = [p for _, p in named]
         super().add_param_group(group)
         for name, (_, parameter) in zip(names, named):
             self._records[parameter] = ParameterRecord(name, len(self._records))
             claim(parameter, self)
             self._hook(parameter)
+
+    def _wants_names(self, named: list[tuple[str | None, torch.Tensor]]) -> bool:
+        """Whether torch is to know the names of a new group: of all groups or of none. The first not empty decides."""
+        if any(group["params"] for group in self.param_groups) or not named:
+            return any("param_names" in group for group in self.param_groups)
+        all_named = all(name is not None for name, _ in named)
+        for group in self.param_groups if all_named else ():
+            group["param_names"] = []
+        return all_named
 
     def _hook(self, parameter: torch.Tensor) -> None:
         """Have autograd call back once it has summed the gradient. Frozen parameters get theirs when they train."""
@@ -188,12 +199,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
-        self._stepped = {id(p): (group, self._records[p]) for group in self.param_groups for p in group["params"]}
+        self._stepped = {id(p): (group, self._record_of(p)) for group in self.param_groups for p in group["params"]}
         self._flags.begin()
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
         )
         self._began, self._number = True, self._pass.number
+
+    def _record_of(self, parameter: torch.Tensor) -> ParameterRecord:
+        record = self._records.get(parameter)
+        if record is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} was put into param_groups by hand: add it by "
+                "add_param_group()"
+            )
+        return record
 
     def _check_memory(self) -> None:
         for parameter, record in self._records.items():
@@ -341,13 +361,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
-                    check_memory(parameter, self.name_of(parameter), self.weight_mode)
-                    check_gradient(grad, parameter, self.name_of(parameter))
+                    record = self._record_of(parameter)
+                    check = check_trainable if record.hook is None else check_memory
+                    check(parameter, record.name, self.weight_mode)
+                    check_gradient(grad, parameter, record.name)
                     todo.append((parameter, group, grad))
-        if todo or self._began:
+        if todo:
             self._begin()
             self._scalars.clear()  # those of a backward hold what the groups said then
-        else:
+        elif not self._began:
             self._strangers.warn(self._records)
         try:
             self._update_all(todo)

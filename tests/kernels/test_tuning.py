@@ -128,6 +128,16 @@ def test_far_beyond_what_was_measured_the_guess_serves():
     assert found == Ranges((), (C32,), "") and found.crossover == 0 and found.reason == f": {CHUNKED} at any T"
 
 
+def test_beyond_what_was_measured_the_lines_go_on():
+    """50 us ahead at 1024 and 10 at 2048: none at 2048 + 1024 / 4. Lines that part never meet."""
+    found = from_cells({1024: {H: 100.0, C: 150.0}, 2048: {H: 200.0, C: 210.0}}, True, GUESS, "t")
+    assert found == Ranges((2304,), (H, C), "t") and found.reason == f"t: {HOPPER} up to T=2304, {CHUNKED} above"
+    found = from_cells({1024: {H: 100.0, C: 110.0}, 2048: {H: 200.0, C: 250.0}}, True, GUESS, "t")
+    assert found == Ranges((), (H,), "t") and found.crossover is None and found.at(10**7) == H
+    found = from_cells({1024: {H: 100.0, C: 150.0}, 2048: {H: 200.0}}, True, GUESS, "t")
+    assert found.choices == (H, C) and found.limits == (32768,) and "larger T are a guess" in found.reason
+
+
 def test_configurations_of_one_path_do_not_make_a_crossover():
     other = choice(HOPPER, {"group": 16})
     cells = {128: {H: 1.0, other: 2.0, C: 9.0}, 512: {H: 3.0, other: 2.0, C: 9.0}, 2048: {H: 9.0, other: 9.0, C: 5.0}}

@@ -151,7 +151,7 @@ CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
         {"group": 4, "block_n": 64, "block_k": 256, "stages": 5, "slots": 4},
     ),
     PORTABLE: ({},),
-    CHUNKED: ({}, {"mib": 32}),
+    CHUNKED: ({},),
 }
 
 _GEMM_TILE = 128  # rows and columns of a tile of the GEMM library, about

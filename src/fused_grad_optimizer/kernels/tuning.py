@@ -34,6 +34,7 @@ from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE, Chun
 FORMAT = 1
 NEAR = 1.01  # a path is kept at the next measured T unless another takes 1% less: fewer kernels to compile
 BEYOND = 2  # times the largest measured T, what was measured is still believed
+_ENDLESS = 1 << 20  # tokens
 _CONFIGS = {PORTABLE: GemmConfig, HOPPER: HopperConfig, CHUNKED: ChunkConfig}
 _FIELDS = {path: {f.name for f in fields(config)} for path, config in _CONFIGS.items()}
 
@@ -311,7 +312,8 @@ def nearest(key: Key, entries: Iterable[Key]) -> Key | None:
 def from_cells(cells: Mapping[int, Mapping[Choice, float]], hopper: bool, guess: Ranges, source: str) -> Ranges:
     """Ranges of T from times in us by T and candidate.
 
-    `guess` serves T beyond `BEYOND` times the largest measured, unless that is chunked already.
+    Beyond the largest T the straight lines through the last two go on. Where they are not known, `guess` serves T
+    beyond `BEYOND` times the largest. What is chunked stays so.
     """
     best: list[tuple[int, Choice]] = []
     for tokens, measured in sorted(cells.items()):
@@ -329,12 +331,40 @@ def from_cells(cells: Mapping[int, Mapping[Choice, float]], hopper: bool, guess:
         if a != b:
             limits.append(_crossing(t0, t1, a, b, cells))
             choices.append(b)
-    end = BEYOND * best[-1][0]
-    for i, later in enumerate(guess.choices if choices[-1].path != CHUNKED else ()):
-        if (i == len(guess.limits) or guess.limits[i] > end) and later.path != choices[-1].path:
-            limits.append(max(end, guess.limits[i - 1] if i else 0))
+    if choices[-1].path == CHUNKED:
+        return Ranges(tuple(limits), tuple(choices), source)
+    try:
+        later, limit = _later(best, cells)
+    except KeyError:
+        end = BEYOND * best[-1][0]
+        for i, guessed in enumerate(guess.choices):
+            if (i == len(guess.limits) or guess.limits[i] > end) and guessed.path != choices[-1].path:
+                limits.append(max(end, guess.limits[i - 1] if i else 0))
+                choices.append(guessed)
+                source += " (larger T are a guess)"
+    else:
+        if limit < _ENDLESS:
+            limits.append(limit)
             choices.append(later)
     return Ranges(tuple(limits), tuple(choices), source)
+
+
+def _later(best: list[tuple[int, Choice]], cells: Mapping[int, Mapping[Choice, float]]) -> tuple[Choice, int]:
+    """The chunked choice that follows the last measured one, and the T up to which that is still faster.
+
+    Raises:
+        KeyError: the two were not both measured at the last two T.
+    """
+    if len(best) < 2:
+        raise KeyError
+    (t0, _), (t1, last) = best[-2:]
+    chunked = min((c for c in cells[t1] if c.path == CHUNKED), key=lambda c: cells[t1][c], default=None)
+    if chunked is None:
+        raise KeyError
+    before, ahead = (cells[t][chunked] - cells[t][last] for t in (t0, t1))
+    if ahead >= before:  # and so it stays
+        return chunked, _ENDLESS
+    return chunked, t1 + min(_ENDLESS, int((t1 - t0) * max(ahead, 0.0) / (before - ahead)))
 
 
 def _crossing(t0: int, t1: int, a: Choice, b: Choice, cells: Mapping[int, Mapping[Choice, float]]) -> int:
