@@ -10,6 +10,7 @@ from torch import nn
 
 import fused_grad_optimizer as forge
 from fused_grad_optimizer import FusedOptimizer, FusedOptimizerManager
+from fused_grad_optimizer.memory import training_memory
 
 from .cases.helpers import LR, mlp
 
@@ -187,6 +188,60 @@ def test_groups_with_and_without_names_can_follow_each_other():
     named.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     bare.add_param_group({"params": [("c", c)]})
     assert named.param_groups[1]["param_names"] == ["parameter 1"] and bare.name_of(c) == "c"
+
+
+# -- what messages show of a value -----------------------------------------------------------------------------------
+
+LARGE = {
+    "tensor": (lambda: torch.ones(100, 100), r"a Tensor of shape \(100, 100\)"),
+    "list of tensors": (lambda: [torch.ones(100, 100)] * 300, "a list of length 300"),
+    "tuple": (lambda: tuple(range(10_000)), "a tuple of length 10000"),
+    "dict": (lambda: {"a": torch.ones(100, 100)}, "a dict of length 1"),
+    "string": (lambda: "x" * 10_000, "a str of length 10000"),
+    "int": (lambda: -(10**10_000), "an int"),
+    "module": (lambda: nn.Sequential(*[nn.Linear(2, 2)] * 100), "a Sequential of length 100"),
+}
+TAKES = {
+    "rule": lambda value: FusedOptimizer(mlp().parameters(), value),
+    "state": lambda value: FusedOptimizer(mlp().parameters(), state=value),
+    "weight": lambda value: FusedOptimizer(mlp().parameters(), weight=value),
+    "lr": lambda value: FusedOptimizer(mlp().parameters(), lr=value),
+    "betas": lambda value: FusedOptimizer(mlp().parameters(), betas=(0.9, value)),
+    "dampening": lambda value: FusedOptimizer(mlp().parameters(), "sgd", dampening=[value]),
+    "maximize": lambda value: FusedOptimizer(mlp().parameters(), maximize=value),
+    "seed": lambda value: FusedOptimizer(mlp().parameters(), seed=[value]),
+    "params": lambda value: FusedOptimizer([[value], [value]]),
+    "params of a group": lambda value: FusedOptimizer([{"params": [[value]]}]),
+    "a group": lambda value: FusedOptimizer([{"params": [nn.Parameter(torch.ones(2))]}, {"lr": value}]),
+    "exclude": lambda value: forge.convert(mlp(), [[value]]),
+    "tokens": lambda value: training_memory(mlp(), when="step", tokens=[value]),
+    "shape": lambda value: training_memory({"a": [value, "x"]}),
+}
+
+
+@pytest.mark.parametrize("what", TAKES)
+@pytest.mark.parametrize("value", LARGE)
+def test_messages_stay_short(what, value):
+    with pytest.raises(ValueError) as caught:
+        TAKES[what](LARGE[value][0]())
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("value", LARGE)
+def test_messages_name_type_and_size(value):
+    make, message = LARGE[value]
+    refused(lambda model: forge.fuse(model, lr=make()), f"Invalid lr value: {message}")
+
+
+@pytest.mark.parametrize("value", [-1.0, "0.1", None, (1.0, 2), torch.tensor(-1.0), torch.float32], ids=repr)
+def test_short_values_are_shown_in_full(value):
+    refused(lambda model: forge.fuse(model, lr=value), re.escape(f"Invalid lr value: {value!r};"))
+
+
+def test_parameters_in_two_lists():
+    params = [nn.Parameter(torch.ones(100, 100)) for _ in range(300)]
+    with pytest.raises(ValueError, match="^one of params is a list of length 300: a tensor or"):
+        FusedOptimizer([params, params])
 
 
 # -- the manager -------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fused_grad_optimizer._applied_grad import AppliedGrad
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
@@ -44,10 +45,10 @@ def check_settings(rule: Rule, hyper: Mapping[str, Any]) -> None:
     """Raise `ValueError` for a hyper-parameter, seed or switch of another type or out of its range."""
     seed = hyper["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"seed={seed!r}: an integer is needed")
+        raise ValueError(f"seed={shown(seed)}: an integer is needed")
     for name in ("maximize", "nesterov"):
         if not isinstance(hyper.get(name, False), bool):
-            raise ValueError(f"{name}={hyper[name]!r}: True or False is needed")
+            raise ValueError(f"{name}={shown(hyper[name])}: True or False is needed")
     rule.validate(hyper)
 
 
@@ -67,13 +68,13 @@ def listed(values: Any, argument: str) -> list[Any]:
     try:
         return list(values)
     except TypeError:
-        raise ValueError(f"{argument}={values!r}: {remedy}") from None
+        raise ValueError(f"{argument}={shown(values)}: {remedy}") from None
 
 
 def group_of(values: Any, argument: str = "params") -> dict[str, Any]:
     """A copy of a parameter group, its "params" a list of `(name or None, parameter)`; raises `ValueError`."""
     if not isinstance(values, Mapping) or "params" not in values:
-        raise ValueError(f"a group in {argument} must be a dict with 'params', not {values!r}")
+        raise ValueError(f"a group in {argument} must be a dict with 'params', not {shown(values)}")
     params = values["params"]
     params = [params] if isinstance(params, torch.Tensor) else listed(params, f"'params' of a group in {argument}")
     named = []
@@ -81,7 +82,7 @@ def group_of(values: Any, argument: str = "params") -> dict[str, Any]:
         name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
         if not isinstance(parameter, torch.Tensor) or not isinstance(name, str | None):
             kind = f"a module ({type(parameter).__name__}): give its .parameters()"
-            kind = kind if isinstance(parameter, nn.Module) else f"{value!r}: a tensor or (name, tensor) is needed"
+            kind = kind if isinstance(parameter, nn.Module) else f"{shown(value)}: a tensor or (name, tensor) is needed"
             raise ValueError(f"one of {argument} is {kind}")
         named.append((name, parameter))
     return {**values, "params": named}

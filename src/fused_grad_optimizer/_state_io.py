@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import check_settings
 from fused_grad_optimizer.storage import state_storage
 
@@ -87,7 +88,7 @@ def _converted(optimizer: FusedOptimizer, parameter: torch.Tensor, values: dict[
             continue
         if key not in known:
             raise ValueError(
-                f"state_dict holds {key!r} for {name}; {optimizer.rule.name} has {sorted(known) or 'none'}"
+                f"state_dict holds {shown(key)} for {name}; {optimizer.rule.name} has {sorted(known) or 'none'}"
             )
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{key} of {name} is a {type(value).__name__} in state_dict; a tensor is needed")

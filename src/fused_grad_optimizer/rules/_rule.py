@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fused_grad_optimizer._messages import shown
+
 try:
     import triton
     import triton.language as tl
@@ -135,7 +137,7 @@ def get_rule(name: str) -> Rule:
         ValueError: no rule has this name; the message lists those there are.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ValueError(f"rule={name!r} is not offered; choose one of {', '.join(sorted(RULES))}")
+        raise ValueError(f"rule={shown(name)} is not offered; choose one of {', '.join(sorted(RULES))}")
     return RULES[name]
 
 
@@ -151,27 +153,27 @@ def check_at_least_zero(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is not a finite number from 0 on."""
     for name in names:
         if not 0.0 <= _number(hyper[name]) < math.inf:
-            raise ValueError(f"Invalid {name} value: {hyper[name]!r}; it must be at least 0, and a finite number")
+            raise ValueError(f"Invalid {name} value: {shown(hyper[name])}; it must be at least 0, and a finite number")
 
 
 def check_finite_numbers(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError` when one of these hyper-parameters is not a finite number."""
     for name in names:
         if not math.isfinite(_number(hyper[name])):
-            raise ValueError(f"Invalid {name} value: {hyper[name]!r}; a finite number is needed")
+            raise ValueError(f"Invalid {name} value: {shown(hyper[name])}; a finite number is needed")
 
 
 def check_betas(hyper: Hyper) -> None:
     betas = hyper["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}; two numbers in [0, 1) are needed")
+        raise ValueError(f"Invalid betas: {shown(betas)}; two numbers in [0, 1) are needed")
     for i, beta in enumerate(betas):
         if not 0.0 <= _number(beta) < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i} of betas: {beta!r}; it must be in [0, 1)")
+            raise ValueError(f"Invalid beta parameter at index {i} of betas: {shown(beta)}; it must be in [0, 1)")
 
 
 def check_not_offered(hyper: Hyper, *names: str) -> None:
     """Refuse a torch.optim option that would change the result and that no rule here computes."""
     for name in names:
         if hyper.get(name):
-            raise ValueError(f"{name}={hyper[name]!r} is not offered; leave it out or set it to False")
+            raise ValueError(f"{name}={shown(hyper[name])} is not offered; leave it out or set it to False")
