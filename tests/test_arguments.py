@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,14 +68,15 @@ def test_dampening(value):
 @pytest.mark.parametrize(
     "value",
     [None, 0.9, "ab", [], (0.9,), (0.9, 0.9, 0.9), (NAN, 0.9), (0.9, None), ("a", 0.9), (-0.1, 0.9), (0.9, 1.0),
-     {0: 0.9, 1: 0.9}, torch.tensor(0.9), nn.Linear],
+     {0: 0.9, 1: 0.9}, torch.tensor(0.9), nn.Linear, {0.5, 0.9}, iter((0.9, 0.9)), b"ab", torch.ones(2),
+     torch.ones(3), torch.ones(2, 2), torch.ones(2, device="meta"), np.array([0.9]), np.array([0.9, NAN])],
     ids=repr,
 )  # fmt: skip
 def test_betas(rule, value):
     refused(lambda model: forge.fuse(model, rule, betas=value), r"betas.*\[0, 1\)")
 
 
-@pytest.mark.parametrize("value", [None, "yes", 1, 0.0, [], torch.ones(2)], ids=repr)
+@pytest.mark.parametrize("value", [None, "yes", 2, -1, 0.0, 1.0, [], torch.ones(2), np.ones(2, bool)], ids=repr)
 def test_switches_and_seed(value):
     refused(lambda model: forge.fuse(model, maximize=value), "maximize=.*True or False")
     refused(lambda model: forge.fuse(model, "sgd", momentum=0.9, nesterov=value), "nesterov=.*True or False")
@@ -82,6 +84,7 @@ def test_switches_and_seed(value):
         refused(lambda model: forge.fuse(model, seed=value), "seed=.*an integer")
         refused(lambda model: FusedOptimizer([{"params": model.parameters(), "seed": value}]), "seed=.*an integer")
     refused(lambda model: forge.fuse(model, seed=True), "seed=True.*an integer")
+    refused(lambda model: forge.fuse(model, seed=np.bool_(True)), "seed=.*True.*an integer")
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -121,7 +124,7 @@ PARAMS = {
     "a number": (lambda m: 1, "=1: give a list"),
     "numbers": (lambda m: [m[0].weight, 1], "1: a tensor"),
     "None among them": (lambda m: [m[0].weight, None], "None: a tensor"),
-    "a set": (lambda m: set(m.parameters()), "is a set: give a list"),
+    "a set in a group": (lambda m: [{"params": set(m.parameters())}], "'params' of a group.* is a set: give a list"),
     "one group": (lambda m: {"params": list(m.parameters())}, "is a dict: give a list"),
     "a dict of names": (lambda m: dict(m.named_parameters()), "is a dict: give a list"),
     "a group without params": (lambda m: [{"lr": 1.0}], "must be a dict with 'params'"),

@@ -7,7 +7,9 @@ The *scalars* are computed on the host in float64, once per step and parameter g
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -149,6 +151,23 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def whole(value: Any) -> int | None:
+    """The value as an int, None for a bool and for what is no whole number (a float, a string, several elements)."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def switch(value: Any) -> bool | None:
+    """The value as a bool, if it is one of Python or NumPy, 0 or 1; else None."""
+    numpy_bool = getattr(getattr(value, "dtype", None), "kind", None) == "b" and value.shape == ()
+    if isinstance(value, bool) or numpy_bool:
+        return bool(value)
+    number = whole(value)
+    return bool(number) if number in (0, 1) else None
+
+
 def check_at_least_zero(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is not a finite number from 0 on."""
     for name in names:
@@ -164,10 +183,16 @@ def check_finite_numbers(hyper: Hyper, *names: str) -> None:
 
 
 def check_betas(hyper: Hyper) -> None:
+    """Raise `ValueError` unless "betas" is an indexed collection of any class that holds two numbers in [0, 1)."""
     betas = hyper["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    indexed = hasattr(betas, "__getitem__") and not isinstance(betas, (str, bytes, Mapping))
+    try:
+        values = list(itertools.islice(betas, 3)) if indexed else []
+    except (TypeError, ValueError, RuntimeError, LookupError):
+        values = []
+    if len(values) != 2:
         raise ValueError(f"Invalid betas: {shown(betas)}; two numbers in [0, 1) are needed")
-    for i, beta in enumerate(betas):
+    for i, beta in enumerate(values):
         if not 0.0 <= _number(beta) < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i} of betas: {shown(beta)}; it must be in [0, 1)")
 
@@ -175,5 +200,6 @@ def check_betas(hyper: Hyper) -> None:
 def check_not_offered(hyper: Hyper, *names: str) -> None:
     """Refuse a torch.optim option that would change the result and that no rule here computes."""
     for name in names:
-        if hyper.get(name):
-            raise ValueError(f"{name}={shown(hyper[name])} is not offered; leave it out or set it to False")
+        value = hyper.get(name)
+        if value is not None and switch(value) is not False:
+            raise ValueError(f"{name}={shown(value)} is not offered; leave it out or set it to False")
