@@ -41,7 +41,7 @@ class ParameterRecord:
     said: set[str] = field(default_factory=set)
 
 
-_SWITCHES = ("maximize", "nesterov")
+_SWITCHES = ("maximize", "nesterov", "decoupled_weight_decay")
 
 
 def check_settings(rule: Rule, hyper: Mapping[str, Any]) -> dict[str, Any]:

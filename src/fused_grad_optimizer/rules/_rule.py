@@ -96,6 +96,7 @@ class Rule:
         select: the `Update` for these hyper-parameters (SGD without momentum has no state, say).
         updates: every `Update` that `select` can return.
         paper: where the formula comes from.
+        needs_step: whether updates depend on how many there were before.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Rule:
     select: Callable[[Hyper], Update]
     updates: tuple[Update, ...]
     paper: str
+    needs_step: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -143,7 +145,7 @@ def get_rule(name: str) -> Rule:
     return RULES[name]
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """The value as a float, NaN for what is no number (a string, None, several elements)."""
     try:
         return math.nan if isinstance(value, str) else float(value)
@@ -171,14 +173,14 @@ def switch(value: Any) -> bool | None:
 def check_at_least_zero(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is not a finite number from 0 on."""
     for name in names:
-        if not 0.0 <= _number(hyper[name]) < math.inf:
+        if not 0.0 <= number(hyper[name]) < math.inf:
             raise ValueError(f"Invalid {name} value: {shown(hyper[name])}; it must be at least 0, and a finite number")
 
 
 def check_finite_numbers(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError` when one of these hyper-parameters is not a finite number."""
     for name in names:
-        if not math.isfinite(_number(hyper[name])):
+        if not math.isfinite(number(hyper[name])):
             raise ValueError(f"Invalid {name} value: {shown(hyper[name])}; a finite number is needed")
 
 
@@ -193,7 +195,7 @@ def check_betas(hyper: Hyper) -> None:
     if len(values) != 2:
         raise ValueError(f"Invalid betas: {shown(betas)}; two numbers in [0, 1) are needed")
     for i, beta in enumerate(values):
-        if not 0.0 <= _number(beta) < 1.0:
+        if not 0.0 <= number(beta) < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i} of betas: {shown(beta)}; it must be in [0, 1)")
 
 
