@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import fused_grad_optimizer as forge
 from fused_grad_optimizer import FusedOptimizer, FusedOptimizerManager
+from fused_grad_optimizer.memory import training_memory
 
 from .cases.helpers import LR, mlp
 
@@ -66,14 +68,15 @@ def test_dampening(value):
 @pytest.mark.parametrize(
     "value",
     [None, 0.9, "ab", [], (0.9,), (0.9, 0.9, 0.9), (NAN, 0.9), (0.9, None), ("a", 0.9), (-0.1, 0.9), (0.9, 1.0),
-     {0: 0.9, 1: 0.9}, torch.tensor(0.9), nn.Linear],
+     {0: 0.9, 1: 0.9}, torch.tensor(0.9), nn.Linear, {0.5, 0.9}, iter((0.9, 0.9)), b"ab", torch.ones(2),
+     torch.ones(3), torch.ones(2, 2), torch.ones(2, device="meta"), np.array([0.9]), np.array([0.9, NAN])],
     ids=repr,
 )  # fmt: skip
 def test_betas(rule, value):
     refused(lambda model: forge.fuse(model, rule, betas=value), r"betas.*\[0, 1\)")
 
 
-@pytest.mark.parametrize("value", [None, "yes", 1, 0.0, [], torch.ones(2)], ids=repr)
+@pytest.mark.parametrize("value", [None, "yes", 2, -1, 0.0, 1.0, [], torch.ones(2), np.ones(2, bool)], ids=repr)
 def test_switches_and_seed(value):
     refused(lambda model: forge.fuse(model, maximize=value), "maximize=.*True or False")
     refused(lambda model: forge.fuse(model, "sgd", momentum=0.9, nesterov=value), "nesterov=.*True or False")
@@ -81,6 +84,7 @@ def test_switches_and_seed(value):
         refused(lambda model: forge.fuse(model, seed=value), "seed=.*an integer")
         refused(lambda model: FusedOptimizer([{"params": model.parameters(), "seed": value}]), "seed=.*an integer")
     refused(lambda model: forge.fuse(model, seed=True), "seed=True.*an integer")
+    refused(lambda model: forge.fuse(model, seed=np.bool_(True)), "seed=.*True.*an integer")
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -120,7 +124,7 @@ PARAMS = {
     "a number": (lambda m: 1, "=1: give a list"),
     "numbers": (lambda m: [m[0].weight, 1], "1: a tensor"),
     "None among them": (lambda m: [m[0].weight, None], "None: a tensor"),
-    "a set": (lambda m: set(m.parameters()), "is a set: give a list"),
+    "a set in a group": (lambda m: [{"params": set(m.parameters())}], "'params' of a group.* is a set: give a list"),
     "one group": (lambda m: {"params": list(m.parameters())}, "is a dict: give a list"),
     "a dict of names": (lambda m: dict(m.named_parameters()), "is a dict: give a list"),
     "a group without params": (lambda m: [{"lr": 1.0}], "must be a dict with 'params'"),
@@ -187,6 +191,60 @@ def test_groups_with_and_without_names_can_follow_each_other():
     named.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     bare.add_param_group({"params": [("c", c)]})
     assert named.param_groups[1]["param_names"] == ["parameter 1"] and bare.name_of(c) == "c"
+
+
+# -- what messages show of a value -----------------------------------------------------------------------------------
+
+LARGE = {
+    "tensor": (lambda: torch.ones(100, 100), r"a Tensor of shape \(100, 100\)"),
+    "list of tensors": (lambda: [torch.ones(100, 100)] * 300, "a list of length 300"),
+    "tuple": (lambda: tuple(range(10_000)), "a tuple of length 10000"),
+    "dict": (lambda: {"a": torch.ones(100, 100)}, "a dict of length 1"),
+    "string": (lambda: "x" * 10_000, "a str of length 10000"),
+    "int": (lambda: -(10**10_000), "an int"),
+    "module": (lambda: nn.Sequential(*[nn.Linear(2, 2)] * 100), "a Sequential of length 100"),
+}
+TAKES = {
+    "rule": lambda value: FusedOptimizer(mlp().parameters(), value),
+    "state": lambda value: FusedOptimizer(mlp().parameters(), state=value),
+    "weight": lambda value: FusedOptimizer(mlp().parameters(), weight=value),
+    "lr": lambda value: FusedOptimizer(mlp().parameters(), lr=value),
+    "betas": lambda value: FusedOptimizer(mlp().parameters(), betas=(0.9, value)),
+    "dampening": lambda value: FusedOptimizer(mlp().parameters(), "sgd", dampening=[value]),
+    "maximize": lambda value: FusedOptimizer(mlp().parameters(), maximize=value),
+    "seed": lambda value: FusedOptimizer(mlp().parameters(), seed=[value]),
+    "params": lambda value: FusedOptimizer([[value], [value]]),
+    "params of a group": lambda value: FusedOptimizer([{"params": [[value]]}]),
+    "a group": lambda value: FusedOptimizer([{"params": [nn.Parameter(torch.ones(2))]}, {"lr": value}]),
+    "exclude": lambda value: forge.convert(mlp(), [[value]]),
+    "tokens": lambda value: training_memory(mlp(), when="step", tokens=[value]),
+    "shape": lambda value: training_memory({"a": [value, "x"]}),
+}
+
+
+@pytest.mark.parametrize("what", TAKES)
+@pytest.mark.parametrize("value", LARGE)
+def test_messages_stay_short(what, value):
+    with pytest.raises(ValueError) as caught:
+        TAKES[what](LARGE[value][0]())
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("value", LARGE)
+def test_messages_name_type_and_size(value):
+    make, message = LARGE[value]
+    refused(lambda model: forge.fuse(model, lr=make()), f"Invalid lr value: {message}")
+
+
+@pytest.mark.parametrize("value", [-1.0, "0.1", None, (1.0, 2), torch.tensor(-1.0), torch.float32], ids=repr)
+def test_short_values_are_shown_in_full(value):
+    refused(lambda model: forge.fuse(model, lr=value), re.escape(f"Invalid lr value: {value!r};"))
+
+
+def test_parameters_in_two_lists():
+    params = [nn.Parameter(torch.ones(100, 100)) for _ in range(300)]
+    with pytest.raises(ValueError, match="^one of params is a list of length 300: a tensor or"):
+        FusedOptimizer([params, params])
 
 
 # -- the manager -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import fused_grad_optimizer
 
 ROOT = Path(fused_grad_optimizer.__file__).parent
 LAYERS = [
+    ("_messages",),
     ("rules", "storage"),
     ("kernels",),
     ("ops",),

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from fused_grad_optimizer._applied_grad import AppliedGrad
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.kernels import Gradient, triton_reason
 from fused_grad_optimizer.modules._registry import owner_of
-from fused_grad_optimizer.rules import Rule
+from fused_grad_optimizer.rules import Rule, switch, whole
 from fused_grad_optimizer.storage import weight_storage
 
 _COMMON = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -40,48 +41,66 @@ class ParameterRecord:
     said: set[str] = field(default_factory=set)
 
 
-def check_settings(rule: Rule, hyper: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a hyper-parameter, seed or switch of another type or out of its range."""
-    seed = hyper["seed"]
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"seed={seed!r}: an integer is needed")
-    for name in ("maximize", "nesterov"):
-        if not isinstance(hyper.get(name, False), bool):
-            raise ValueError(f"{name}={hyper[name]!r}: True or False is needed")
-    rule.validate(hyper)
+_SWITCHES = ("maximize", "nesterov", "decoupled_weight_decay")
 
 
-def listed(values: Any, argument: str) -> list[Any]:
-    """`values` as a list of parameters, `(name, parameter)` or groups.
+def check_settings(rule: Rule, hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group as they are to be kept: seed an int, switches bools, betas a tuple.
 
     Raises:
-        ValueError: it is not an ordered collection of those; `argument` is what the caller calls it.
+        ValueError: a hyper-parameter, seed or switch of another type or out of its range.
+    """
+    settings = {**hyper, "seed": whole(hyper["seed"])}
+    if settings["seed"] is None:
+        raise ValueError(f"seed={shown(hyper['seed'])}: an integer is needed")
+    for name in _SWITCHES:
+        if name in hyper:
+            settings[name] = switch(hyper[name])
+            if settings[name] is None:
+                raise ValueError(f"{name}={shown(hyper[name])}: True or False is needed")
+    rule.validate(settings)
+    if "betas" in rule.defaults and not isinstance(settings["betas"], tuple):
+        betas = settings["betas"]
+        settings["betas"] = tuple(betas) if isinstance(betas, list) else tuple(float(beta) for beta in betas)
+    return settings
+
+
+def listed(values: Any, argument: str, *, ordered: bool = False) -> list[Any]:
+    """`values` as a list of parameters, `(name, parameter)` or groups.
+
+    As torch.optim takes them: a set of all parameters is taken, but not one in a group, where `ordered` is given.
+
+    Raises:
+        ValueError: it is not a collection of those; `argument` is what the caller calls it.
     """
     remedy = "give a list of parameters, (name, parameter) pairs or groups"
     if isinstance(values, nn.Module) and not isinstance(values, nn.ParameterList):
         raise ValueError(f"{argument} is a module ({type(values).__name__}): give its .parameters()")
     if isinstance(values, torch.Tensor):
         raise ValueError(f"{argument} is one tensor: give a list, [parameter]")
-    if isinstance(values, (str, bytes, set, frozenset, Mapping)):
+    if isinstance(values, (str, bytes, Mapping)) or (ordered and isinstance(values, (set, frozenset))):
         raise ValueError(f"{argument} is a {type(values).__name__}: {remedy}")
     try:
         return list(values)
     except TypeError:
-        raise ValueError(f"{argument}={values!r}: {remedy}") from None
+        raise ValueError(f"{argument}={shown(values)}: {remedy}") from None
 
 
 def group_of(values: Any, argument: str = "params") -> dict[str, Any]:
     """A copy of a parameter group, its "params" a list of `(name or None, parameter)`; raises `ValueError`."""
     if not isinstance(values, Mapping) or "params" not in values:
-        raise ValueError(f"a group in {argument} must be a dict with 'params', not {values!r}")
+        raise ValueError(f"a group in {argument} must be a dict with 'params', not {shown(values)}")
     params = values["params"]
-    params = [params] if isinstance(params, torch.Tensor) else listed(params, f"'params' of a group in {argument}")
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    else:
+        params = listed(params, f"'params' of a group in {argument}", ordered=True)
     named = []
     for value in params:
         name, parameter = value if isinstance(value, tuple) and len(value) == 2 else (None, value)
         if not isinstance(parameter, torch.Tensor) or not isinstance(name, str | None):
             kind = f"a module ({type(parameter).__name__}): give its .parameters()"
-            kind = kind if isinstance(parameter, nn.Module) else f"{value!r}: a tensor or (name, tensor) is needed"
+            kind = kind if isinstance(parameter, nn.Module) else f"{shown(value)}: a tensor or (name, tensor) is needed"
             raise ValueError(f"one of {argument} is {kind}")
         named.append((name, parameter))
     return {**values, "params": named}

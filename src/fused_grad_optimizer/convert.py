@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import group_of, listed
 from fused_grad_optimizer.modules import FusedEmbedding, FusedLinear
 from fused_grad_optimizer.modules._registry import is_factored, register_factored
@@ -87,12 +88,14 @@ def _excluder(model: nn.Module, exclude: Exclude) -> Callable[[str, nn.Module], 
     if callable(exclude) and not isinstance(exclude, (type, nn.Module)):
         return exclude
     if isinstance(exclude, (str, type, nn.Module)) or not isinstance(exclude, Iterable):
-        raise ValueError(f"exclude={exclude!r}: give a list of module names or patterns, or a function (name, module)")
+        raise ValueError(
+            f"exclude={shown(exclude)}: give a list of module names or patterns, or a function (name, module)"
+        )
     patterns = list(exclude)
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise ValueError(
-                f"exclude: {pattern!r} is not a name or pattern; a function (name, module) can look at more"
+                f"exclude: {shown(pattern)} is not a name or pattern; a function (name, module) can look at more"
             )
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:

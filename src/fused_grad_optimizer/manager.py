@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fused_grad_optimizer._backward_pass import BackwardPass
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import check_settings
 from fused_grad_optimizer._state_io import read_state
 from fused_grad_optimizer.modules import FusedLinear
@@ -102,11 +103,13 @@ class FusedOptimizerManager:
         common = {**({"lr": lr} if lr is not None else {}), **hyper}
         per_layer = {} if per_layer is None else per_layer
         if not (isinstance(per_layer, Mapping) and all(isinstance(m, Mapping) for m in per_layer.values())):
-            raise ValueError(f"per_layer={per_layer!r}: a dict of layer name -> dict of hyper-parameters is needed")
+            raise ValueError(
+                f"per_layer={shown(per_layer)}: a dict of layer name -> dict of hyper-parameters is needed"
+            )
         per_layer = {self._aliases.get(name, name): changes for name, changes in per_layer.items()}
         for name in per_layer:
             if name not in self._groups:
-                raise ValueError(f"per_layer: {name!r} is not a fused layer; there are {', '.join(self._groups)}")
+                raise ValueError(f"per_layer: {shown(name)} is not a fused layer; there are {', '.join(self._groups)}")
         changes = {name: {**common, **per_layer.get(name, {})} for name in self._groups}
         if not self._lr_given and not all("lr" in change for change in changes.values()):
             raise ValueError("pre_step needs lr=...: no learning rate was given to from_linear or an earlier pre_step")

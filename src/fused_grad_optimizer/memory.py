@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import check_settings
 from fused_grad_optimizer._small import SMALL, WAITING
 from fused_grad_optimizer.kernels.configs import ChunkConfig
@@ -148,9 +149,9 @@ def _update(rule: str, hyper: dict[str, Any]) -> Update:
 
 def _check_arguments(when: str, tokens: int | None) -> None:
     if when not in WHEN:
-        raise ValueError(f"when={when!r} is not offered; choose 'backward' or 'step'")
+        raise ValueError(f"when={shown(when)} is not offered; choose 'backward' or 'step'")
     if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ValueError(f"tokens={tokens!r}: a whole number of at least 1 is needed")
+        raise ValueError(f"tokens={shown(tokens)}: a whole number of at least 1 is needed")
     if tokens is None and when == "step":
         raise ValueError("tokens is needed for when='step': the factors kept until step() grow with it")
 
@@ -162,7 +163,7 @@ def _is_gpu(model: Any, device: torch.device | str | None) -> bool:
     try:
         return torch.device(device).type == "cuda"
     except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is not a device; 'cuda' or 'cpu', say") from None
+        raise ValueError(f"device={shown(device)} is not a device; 'cuda' or 'cpu', say") from None
 
 
 def _on_kernels(tensor: _Tensor) -> bool:
@@ -222,7 +223,7 @@ def _of_shapes(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, weight: 
     tensors = []
     for name, shape in shapes.items():
         if not isinstance(shape, (tuple, list)) or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise ValueError(f"the shape of {name} must be a tuple of whole numbers, not {shape!r}")
+            raise ValueError(f"the shape of {name} must be a tuple of whole numbers, not {shown(shape)}")
         _check_dtype(name, dtype, weight)
         matrix = len(shape) == 2 and prod(shape) > 0
         tensors.append(_Tensor(tuple(shape), dtype, True, [False] if matrix else [], not matrix))

@@ -14,6 +14,7 @@ from fused_grad_optimizer import _hooks, _plans, _state_io
 from fused_grad_optimizer._applied_grad import AppliedGrad
 from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
 from fused_grad_optimizer._flags import SkipFlags
+from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import (
     ParameterRecord,
     check_gradient,
@@ -91,13 +92,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.rule = get_rule(rule)
         check_modes(state, weight)
         if when not in WHEN:
-            raise ValueError(f"when={when!r} is not offered; choose 'backward' or 'step'")
+            raise ValueError(f"when={shown(when)} is not offered; choose 'backward' or 'step'")
         defaults = {**self.rule.defaults, "maximize": False, "seed": seed}
         for name in hyper:
             if name not in defaults:
                 raise ValueError(f"{name} is not a hyper-parameter of {rule}; it takes {', '.join(defaults)}")
         defaults.update(hyper)
-        check_settings(self.rule, defaults)
+        defaults = check_settings(self.rule, defaults)
         params = listed(params, "params")
         self.when, self.state_mode, self.weight_mode = when, state, weight
         self._records: dict[torch.Tensor, ParameterRecord] = {}
@@ -125,8 +126,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; everything is checked before anything is added."""
-        group = group_of(param_group)
-        check_settings(self.rule, {**self.defaults, **group})
+        group = check_settings(self.rule, {**self.defaults, **group_of(param_group)})
         refuse_several_processes()
         named = group["params"]
         count = len(self._records)

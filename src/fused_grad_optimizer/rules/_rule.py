@@ -7,7 +7,9 @@ The *scalars* are computed on the host in float64, once per step and parameter g
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -15,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from fused_grad_optimizer._messages import shown
 
 try:
     import triton
@@ -92,6 +96,7 @@ class Rule:
         select: the `Update` for these hyper-parameters (SGD without momentum has no state, say).
         updates: every `Update` that `select` can return.
         paper: where the formula comes from.
+        needs_step: whether updates depend on how many there were before.
     """
 
     name: str
@@ -100,6 +105,7 @@ class Rule:
     select: Callable[[Hyper], Update]
     updates: tuple[Update, ...]
     paper: str
+    needs_step: bool = False
 
 
 RULES: dict[str, Rule] = {}
@@ -135,11 +141,11 @@ def get_rule(name: str) -> Rule:
         ValueError: no rule has this name; the message lists those there are.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ValueError(f"rule={name!r} is not offered; choose one of {', '.join(sorted(RULES))}")
+        raise ValueError(f"rule={shown(name)} is not offered; choose one of {', '.join(sorted(RULES))}")
     return RULES[name]
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """The value as a float, NaN for what is no number (a string, None, several elements)."""
     try:
         return math.nan if isinstance(value, str) else float(value)
@@ -147,31 +153,55 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def whole(value: Any) -> int | None:
+    """The value as an int, None for a bool and for what is no whole number (a float, a string, several elements)."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def switch(value: Any) -> bool | None:
+    """The value as a bool, if it is one of Python or NumPy, 0 or 1; else None."""
+    numpy_bool = getattr(getattr(value, "dtype", None), "kind", None) == "b" and value.shape == ()
+    if isinstance(value, bool) or numpy_bool:
+        return bool(value)
+    number = whole(value)
+    return bool(number) if number in (0, 1) else None
+
+
 def check_at_least_zero(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError`, as torch.optim does, when one of these hyper-parameters is not a finite number from 0 on."""
     for name in names:
-        if not 0.0 <= _number(hyper[name]) < math.inf:
-            raise ValueError(f"Invalid {name} value: {hyper[name]!r}; it must be at least 0, and a finite number")
+        if not 0.0 <= number(hyper[name]) < math.inf:
+            raise ValueError(f"Invalid {name} value: {shown(hyper[name])}; it must be at least 0, and a finite number")
 
 
 def check_finite_numbers(hyper: Hyper, *names: str) -> None:
     """Raise `ValueError` when one of these hyper-parameters is not a finite number."""
     for name in names:
-        if not math.isfinite(_number(hyper[name])):
-            raise ValueError(f"Invalid {name} value: {hyper[name]!r}; a finite number is needed")
+        if not math.isfinite(number(hyper[name])):
+            raise ValueError(f"Invalid {name} value: {shown(hyper[name])}; a finite number is needed")
 
 
 def check_betas(hyper: Hyper) -> None:
+    """Raise `ValueError` unless "betas" is an indexed collection of any class that holds two numbers in [0, 1)."""
     betas = hyper["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}; two numbers in [0, 1) are needed")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= _number(beta) < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i} of betas: {beta!r}; it must be in [0, 1)")
+    indexed = hasattr(betas, "__getitem__") and not isinstance(betas, (str, bytes, Mapping))
+    try:
+        values = list(itertools.islice(betas, 3)) if indexed else []
+    except (TypeError, ValueError, RuntimeError, LookupError):
+        values = []
+    if len(values) != 2:
+        raise ValueError(f"Invalid betas: {shown(betas)}; two numbers in [0, 1) are needed")
+    for i, beta in enumerate(values):
+        if not 0.0 <= number(beta) < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i} of betas: {shown(beta)}; it must be in [0, 1)")
 
 
 def check_not_offered(hyper: Hyper, *names: str) -> None:
     """Refuse a torch.optim option that would change the result and that no rule here computes."""
     for name in names:
-        if hyper.get(name):
-            raise ValueError(f"{name}={hyper[name]!r} is not offered; leave it out or set it to False")
+        value = hyper.get(name)
+        if value is not None and switch(value) is not False:
+            raise ValueError(f"{name}={shown(value)} is not offered; leave it out or set it to False")

@@ -10,6 +10,7 @@ the step size and eps, which saves a division for each element.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -85,10 +86,14 @@ def adam(h, p, g, exp_avg, exp_avg_sq):
     return p, exp_avg, exp_avg_sq
 
 
-def _validate(hyper: Hyper) -> None:
+def _validate(hyper: Hyper, decoupled: bool) -> None:
     check_at_least_zero(hyper, "lr", "eps", "weight_decay")
     check_betas(hyper)
     check_not_offered(hyper, "amsgrad", "differentiable")
+    asked = hyper.get("decoupled_weight_decay", decoupled)
+    if asked != decoupled and float(hyper["weight_decay"]) != 0.0:
+        one, other = ("adamw", "adam") if decoupled else ("adam", "adamw")
+        raise ValueError(f"decoupled_weight_decay={asked} is not what rule {one!r} computes; use rule {other!r}")
 
 
 _COMMON = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -97,19 +102,21 @@ ADAMW = register_rule(
     Rule(
         name="adamw",
         defaults={**_COMMON, "weight_decay": 1e-2},
-        validate=_validate,
+        validate=partial(_validate, decoupled=True),
         select=lambda hyper: adamw,
         updates=(adamw,),
         paper="arXiv:1711.05101",
+        needs_step=True,
     )
 )
 ADAM = register_rule(
     Rule(
         name="adam",
         defaults={**_COMMON, "weight_decay": 0.0},
-        validate=_validate,
+        validate=partial(_validate, decoupled=False),
         select=lambda hyper: adam,
         updates=(adam,),
         paper="arXiv:1412.6980",
+        needs_step=True,
     )
 )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fused_grad_optimizer._messages import shown
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -41,9 +43,9 @@ _STATE_OF_DTYPE = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: 
 def check_modes(state: str | None, weight: str | None) -> None:
     """Raise `ValueError` unless both modes are offered."""
     if state is not None and state not in STATES:
-        raise ValueError(f"state={state!r} is not offered; choose one of {', '.join(STATES)}")
+        raise ValueError(f"state={shown(state)} is not offered; choose one of {', '.join(STATES)}")
     if weight is not None and weight not in WEIGHTS:
-        raise ValueError(f"weight={weight!r} is not offered; choose one of {', '.join(WEIGHTS)}")
+        raise ValueError(f"weight={shown(weight)} is not offered; choose one of {', '.join(WEIGHTS)}")
 
 
 def weight_storage(dtype: torch.dtype, weight: str | None) -> Storage:

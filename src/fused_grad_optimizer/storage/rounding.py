@@ -30,6 +30,7 @@ def _signed(x: int) -> int:
 
 def step_keys(seed: int, step: int) -> tuple[int, int]:
     """Two int32 keys for one step of one run."""
+    seed = int(seed)  # NumPy's integers do not have the bits that this takes
     key0 = _mix32(_mix32(seed) + _mix32(seed >> 32) * _GOLDEN + step)
     key1 = _mix32(key0 ^ _mix32(step * _GOLDEN + 0x632BE5AB))
     return _signed(key0), _signed(key1)
