@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fused_grad_optimizer import ops
+from fused_grad_optimizer import _folding, ops
 from fused_grad_optimizer.kernels import Gradient
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 
@@ -197,39 +197,24 @@ class FactoredGrad(torch.Tensor):
 
     def _add(self, other: torch.Tensor) -> FactoredGrad:
         """self += other, joining lists; parts with different scales are folded into the dense part first."""
-        if not isinstance(other, FactoredGrad):
-            self.dense = other if self.dense is None else self.dense + other
+        with _folding.LOCK:
+            if not isinstance(other, FactoredGrad):
+                self.dense = other if self.dense is None else self.dense + other
+                return self.fold_if_larger()
+            if other.pairs or other.rows:
+                if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
+                    self.fold()
+                if not (self.pairs or self.rows):
+                    self._scale = other._scale
+            self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
+            self._versions = self._versions + other._versions
+            if other.dense is not None:
+                self.dense = other.dense if self.dense is None else self.dense + other.dense
+                other._folded = None
             return self.fold_if_larger()
-        if other.pairs or other.rows:
-            if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
-                self.fold()
-            if not (self.pairs or self.rows):
-                self._scale = other._scale
-        self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
-        self._versions = self._versions + other._versions
-        if other.dense is not None:
-            self.dense = other.dense if self.dense is None else self.dense + other.dense
-            other._folded = None
-        return self.fold_if_larger()
 
-    def fold(self) -> FactoredGrad:
-        """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights), in place once there is one."""
-        dense = self._folded() if self._folded is not None else None
-        if dense is not None and dense is self.dense and not dense.is_inference():
-            for start, end, piece in self._chunks():
-                dense[start:end] = piece
-        else:
-            self.dense = self.to_dense(compute_dtype(self.dtype))
-            self._folded = weakref.ref(self.dense)
-        self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
-        return self
-
-    def fold_if_larger(self) -> FactoredGrad:
-        """Hold at most an fp32 sum's bytes, 9/8 of them with a dense part; while a fold makes a new sum, one more."""
-        held, limit = self.factor_bytes(), self.numel() * compute_dtype(self.dtype).itemsize
-        if held and self.dense is not None:  # not at once: each fold reads and writes the accumulator
-            held, limit = held + self.dense.nbytes, limit + limit // 8
-        return self.fold() if held > limit else self
+    fold = _folding.fold
+    fold_if_larger = _folding.fold_if_larger
 
     def _densify(self, operation: str) -> torch.Tensor:
         """Become dense, in the gradient's own dtype, for an operation that needs elements."""
