@@ -16,16 +16,28 @@ LOCK = threading.RLock()
 
 
 def fold(grad: FactoredGrad) -> FactoredGrad:
-    """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights), in place once there is one."""
+    """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights), in place once there is one.
+
+    An exception changes nothing before the first rows are written in place. After that it leaves NaN, which the
+    optimizer's finite check finds: some rows hold the factors already, and would get them twice.
+    """
     with LOCK:
         dense = grad._folded() if grad._folded is not None else None
-        if dense is not None and dense is grad.dense and not dense.is_inference():
+        if dense is None or dense is not grad.dense or dense.is_inference():
+            dense = grad.to_dense(compute_dtype(grad.dtype))
+            grad._become(dense)
+            grad._folded = weakref.ref(dense)
+            return grad
+        end = 0
+        try:
             for start, end, piece in grad._chunks():
                 dense[start:end] = piece
-        else:
-            grad.dense = grad.to_dense(compute_dtype(grad.dtype))
-            grad._folded = weakref.ref(grad.dense)
-        grad.pairs, grad.rows, grad._versions, grad._scale = [], [], [], 1.0
+                del piece  # before the next is formed
+            grad._become(dense)
+        except BaseException:
+            if end:
+                dense.fill_(float("nan"))
+            raise
         return grad
 
 

@@ -41,7 +41,8 @@ class FactoredGrad(torch.Tensor):
     Attributes:
         pairs: `(dY [T, N], X [T, K])` for each use of the weight in a linear layer.
         rows: `(ids [T], dY [T, K])` for each use of the weight as an embedding.
-        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None.
+        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None. It is not
+            a copy: the next fold may change it in place.
 
     Example:
         >>> dy, x = torch.ones(3, 2), torch.ones(3, 4)
@@ -157,6 +158,7 @@ class FactoredGrad(torch.Tensor):
                 return out.copy_(self.dense) if self.dense is not None else out.zero_()
             for start, end, piece in self._chunks():
                 out[start:end] = piece
+                del piece  # before the next is formed
             return out
 
     def norm(self, p=2, dim=None, keepdim=False, dtype=None) -> torch.Tensor:  # type: ignore[override]
@@ -185,14 +187,18 @@ class FactoredGrad(torch.Tensor):
     def _copy(self) -> FactoredGrad:
         return FactoredGrad(self.shape, self.dtype, device=self.device)._take(self)
 
+    def _become(self, dense: torch.Tensor) -> torch.Tensor:
+        """Hold nothing but `dense`. One call, which no Ctrl-C can divide."""
+        self.__dict__.update(pairs=[], rows=[], dense=dense, _scale=1.0, _versions=[])
+        return dense
+
     def _multiply(self, factor: float | torch.Tensor) -> FactoredGrad:
         if isinstance(factor, torch.Tensor):
             factor = (
                 factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
             )
-        self._scale = self._scale * factor
-        if self.dense is not None:
-            self.dense = self.dense * factor
+        dense = self.dense * factor if self.dense is not None else None  # first, for memory may run out
+        self.__dict__.update(_scale=self._scale * factor, dense=dense)
         return self
 
     def _add(self, other: torch.Tensor) -> FactoredGrad:
@@ -206,11 +212,11 @@ class FactoredGrad(torch.Tensor):
                     self.fold()
                 if not (self.pairs or self.rows):
                     self._scale = other._scale
-            self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
-            self._versions = self._versions + other._versions
-            if other.dense is not None:
+            if other.dense is not None:  # first, for memory may run out
                 self.dense = other.dense if self.dense is None else self.dense + other.dense
                 other._folded = None
+            self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
+            self._versions = self._versions + other._versions
             return self.fold_if_larger()
 
     fold = _folding.fold
@@ -224,11 +230,12 @@ class FactoredGrad(torch.Tensor):
                 "into a dense tensor, which costs the memory it saved",
                 stacklevel=3,
             )
-        self.dense = self.to_dense()
-        self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
-        return self.dense
+        return self._become(self.to_dense())
 
     # -- copies ----------------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> FactoredGrad:
+        return self._copy()
 
     def __deepcopy__(self, memo) -> FactoredGrad:
         copy = self._copy()
@@ -241,6 +248,7 @@ class FactoredGrad(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol):
+        self._folded = None  # what takes it may share its memory
         return _rebuild, (tuple(self.shape), self.dtype, self.device, self.pairs, self.rows, self.dense, self._scale)
 
     @classmethod
@@ -345,8 +353,7 @@ def _copy(func, target, source, non_blocking=False):
     if isinstance(target, FactoredGrad):
         if isinstance(source, FactoredGrad):
             return target._take(source)
-        target.pairs, target.rows, target._versions, target._scale = [], [], [], 1.0
-        target.dense = source.expand(target.shape).to(target.dtype, copy=True)
+        target._become(source.expand(target.shape).to(target.dtype, copy=True))
         return target
     return target.copy_(source.to_dense(), non_blocking)
 
