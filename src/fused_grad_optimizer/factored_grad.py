@@ -41,8 +41,8 @@ class FactoredGrad(torch.Tensor):
     Attributes:
         pairs: `(dY [T, N], X [T, K])` for each use of the weight in a linear layer.
         rows: `(ids [T], dY [T, K])` for each use of the weight as an embedding.
-        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None. It is not
-            a copy: the next fold may change it in place.
+        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None. The next
+            fold may change it in place.
 
     Example:
         >>> dy, x = torch.ones(3, 2), torch.ones(3, 4)
@@ -56,6 +56,7 @@ class FactoredGrad(torch.Tensor):
     dense: torch.Tensor | None
     _scale: float | torch.Tensor
     _versions: list[tuple[torch.Tensor, int]]
+    _dense_version: int | None = None  # of `dense`, while it is a tensor that others may hold
     _folded: weakref.ref[torch.Tensor] | None = None  # the accumulator of `fold`, while no copy shares it
 
     @staticmethod
@@ -76,6 +77,7 @@ class FactoredGrad(torch.Tensor):
         self.pairs = [(_unit_stride(dy), _unit_stride(x)) for dy, x in (pairs or [])]
         self.rows = list(rows or [])
         self.dense = dense
+        self._dense_version = _version_of(dense)
         self._scale = 1.0
         self._versions = [(t, t._version) for pair in self.pairs for t in pair if not t.is_inference()]
         return self
@@ -109,18 +111,27 @@ class FactoredGrad(torch.Tensor):
         tensors = [t for pair in self.pairs for t in pair] + [dy for _, dy in self.rows]
         return tensors + [t for t in (self.dense, self._scale) if isinstance(t, torch.Tensor)]
 
+    def check_unmodified(self, name: str = "a weight") -> None:
+        """Raise `RuntimeError` if a tensor of which this gradient consists was modified in place since it came."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a {tuple(tensor.shape)} tensor that backward saved for the gradient of {name} was modified in "
+                    "place before the optimizer used it; clone the tensor before modifying it, or use when='backward'"
+                )
+        if self._dense_version is not None and _version_of(self.dense) != self._dense_version:
+            raise RuntimeError(
+                f"a tensor that was given for the gradient of {name}, of shape {tuple(self.shape)}, was modified in "
+                "place before the optimizer used it; clone it before giving it away"
+            )
+
     def gradient(self) -> Gradient:
         """The operands in the form kernels take; embedding rows are summed by row here.
 
         Raises:
             RuntimeError: a factor was modified in place since the backward pass.
         """
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"a {tuple(tensor.shape)} tensor that backward saved for a weight gradient was modified in place "
-                    "before the optimizer used it; clone the tensor before modifying it, or use when='backward'"
-                )
+        self.check_unmodified()
         dtype = compute_dtype(self.dtype)
         pairs = self.pairs
         if len({t.dtype for pair in pairs for t in pair}) > 1:
@@ -155,6 +166,7 @@ class FactoredGrad(torch.Tensor):
                 return ops.wgrad(self.gradient(), self.shape, 0, self.shape[0], dtype)
             out = torch.empty(self.shape, dtype=dtype, device=self.device)
             if not (self.pairs or self.rows):
+                self.check_unmodified()
                 return out.copy_(self.dense) if self.dense is not None else out.zero_()
             for start, end, piece in self._chunks():
                 out[start:end] = piece
@@ -180,7 +192,7 @@ class FactoredGrad(torch.Tensor):
 
     def _take(self, other: FactoredGrad) -> FactoredGrad:
         self.pairs, self.rows, self.dense = list(other.pairs), list(other.rows), other.dense
-        self._scale, self._versions = other._scale, list(other._versions)
+        self._scale, self._versions, self._dense_version = other._scale, list(other._versions), other._dense_version
         self._folded = other._folded = None
         return self
 
@@ -189,7 +201,7 @@ class FactoredGrad(torch.Tensor):
 
     def _become(self, dense: torch.Tensor) -> torch.Tensor:
         """Hold nothing but `dense`. One call, which no Ctrl-C can divide."""
-        self.__dict__.update(pairs=[], rows=[], dense=dense, _scale=1.0, _versions=[])
+        self.__dict__.update(pairs=[], rows=[], dense=dense, _scale=1.0, _versions=[], _dense_version=None)
         return dense
 
     def _multiply(self, factor: float | torch.Tensor) -> FactoredGrad:
@@ -198,14 +210,17 @@ class FactoredGrad(torch.Tensor):
                 factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
             )
         dense = self.dense * factor if self.dense is not None else None  # first, for memory may run out
-        self.__dict__.update(_scale=self._scale * factor, dense=dense)
+        self.check_unmodified()
+        self.__dict__.update(_scale=self._scale * factor, dense=dense, _dense_version=None)
         return self
 
     def _add(self, other: torch.Tensor) -> FactoredGrad:
         """self += other, joining lists; parts with different scales are folded into the dense part first."""
         with _folding.LOCK:
             if not isinstance(other, FactoredGrad):
-                self.dense = other if self.dense is None else self.dense + other
+                # In a backward nobody goes on with `other` as a rule, and no copy of it is made.
+                in_backward = torch._C._current_graph_task_id() >= 0
+                self._add_dense(other if in_backward or self.dense is not None else other.clone(), in_backward)
                 return self.fold_if_larger()
             if other.pairs or other.rows:
                 if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
@@ -213,11 +228,19 @@ class FactoredGrad(torch.Tensor):
                 if not (self.pairs or self.rows):
                     self._scale = other._scale
             if other.dense is not None:  # first, for memory may run out
-                self.dense = other.dense if self.dense is None else self.dense + other.dense
+                other.check_unmodified()
+                self._add_dense(other.dense, other._dense_version is not None)
                 other._folded = None
             self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
             self._versions = self._versions + other._versions
             return self.fold_if_larger()
+
+    def _add_dense(self, other: torch.Tensor, shared: bool) -> None:
+        if self.dense is None:
+            self.dense, self._dense_version = other, _version_of(other) if shared else None
+        else:
+            self.check_unmodified()
+            self.dense, self._dense_version = self.dense + other, None
 
     fold = _folding.fold
     fold_if_larger = _folding.fold_if_larger
@@ -241,7 +264,7 @@ class FactoredGrad(torch.Tensor):
         copy = self._copy()
         copy.pairs = [(dy.clone(), x.clone()) for dy, x in self.pairs]
         copy.rows = [(ids.clone(), dy.clone()) for ids, dy in self.rows]
-        copy.dense = self.dense.clone() if self.dense is not None else None
+        copy.dense, copy._dense_version = self.dense.clone() if self.dense is not None else None, None
         copy._scale = self._scale.clone() if isinstance(self._scale, torch.Tensor) else self._scale
         copy._versions = [(t, t._version) for pair in copy.pairs for t in pair]
         memo[id(self)] = copy
@@ -262,6 +285,10 @@ class FactoredGrad(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _dense_fallback(func, args, kwargs)
+
+
+def _version_of(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def of_pair(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> FactoredGrad:
