@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fused_grad_optimizer import _folding, ops
+from fused_grad_optimizer import _folding, _foreach, ops
 from fused_grad_optimizer.kernels import Gradient
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 
@@ -257,6 +257,18 @@ class FactoredGrad(torch.Tensor):
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """An alias. Setting it replaces the content by a copy of what is given, and takes its shape, dtype, device."""
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            new = FactoredGrad(value.shape, value.dtype, device=value.device).copy_(value)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.__dict__ = new.__dict__
+
     def __copy__(self) -> FactoredGrad:
         return self._copy()
 
@@ -317,13 +329,16 @@ def _same_scale(a: float | torch.Tensor, b: float | torch.Tensor) -> bool:
 def _dense_fallback(func, args, kwargs) -> Any:
     """Run an operation that is not known on dense gradients; results that alias one are that FactoredGrad again."""
     seen: dict[int, FactoredGrad] = {}
+    made: dict[int, torch.Tensor] = {}  # by content: a gradient that is given twice is one tensor
 
     def dense(value):
-        if isinstance(value, FactoredGrad):
-            tensor = value._densify(str(func))
+        if not isinstance(value, FactoredGrad):
+            return value
+        tensor = made.get(id(value.__dict__))
+        if tensor is None:
+            tensor = made[id(value.__dict__)] = value._densify(str(func))
             seen[id(tensor)] = value
-            return tensor
-        return value
+        return tensor
 
     result = func(*tree_map(dense, args), **tree_map(dense, kwargs))
     return tree_map(lambda value: seen.get(id(value), value) if isinstance(value, torch.Tensor) else value, result)
@@ -380,7 +395,7 @@ def _copy(func, target, source, non_blocking=False):
     if isinstance(target, FactoredGrad):
         if isinstance(source, FactoredGrad):
             return target._take(source)
-        target._become(source.expand(target.shape).to(target.dtype, copy=True))
+        target._become(source.expand(target.shape).to(target.device, target.dtype, copy=True))
         return target
     return target.copy_(source.to_dense(), non_blocking)
 
@@ -456,34 +471,7 @@ def _check(func, grad):
 # -- lists of gradients --------------------------------------------------------------------------------------------
 
 
-def _each(function: Callable, grads: list, *others) -> list:
-    spread = [o if isinstance(o, (list, tuple)) else [o] * len(grads) for o in others]
-    return [function(*values) for values in zip(grads, *spread)]
-
-
-@_handles(aten._foreach_norm.Scalar)
-def _foreach_norm(func, grads, ord=2, dtype=None):
-    return _each(lambda g: torch.linalg.vector_norm(g, ord, dtype=dtype), grads)
-
-
-@_handles(aten._foreach_zero_.default)
-def _foreach_zero(func, grads):
-    _each(lambda g: g.zero_(), grads)
-
-
-@_handles(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.List)
-def _foreach_mul(func, grads, other):
-    _each(lambda g, o: g.mul_(o), grads, other)
-
-
-@_handles(aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList, aten._foreach_div_.List)
-def _foreach_div(func, grads, other):
-    _each(lambda g, o: g.div_(o), grads, other)
-
-
-@_handles(aten._foreach_add_.List)
-def _foreach_add(func, grads, others, *, alpha=1):
-    _each(lambda g, o: g.add_(o, alpha=alpha), grads, others)
+_HANDLERS.update(_foreach.HANDLERS)
 
 
 @_handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
