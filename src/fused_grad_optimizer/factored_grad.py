@@ -269,6 +269,16 @@ class FactoredGrad(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.__dict__ = new.__dict__
 
+    def share_memory_(self) -> FactoredGrad:
+        """Move what it consists of to shared memory; what is added later is not in it."""
+        self._folded = None  # another process may hold the sum
+        for tensor in (*self.operands(), *(ids for ids, _ in self.rows)):
+            tensor.share_memory_()
+        return self
+
+    def __dlpack__(self, *args, **kwargs):
+        return self._densify("__dlpack__").__dlpack__(*args, **kwargs)
+
     def __copy__(self) -> FactoredGrad:
         return self._copy()
 

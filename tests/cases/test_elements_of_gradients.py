@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -82,3 +85,55 @@ def test_data_of_another_shape():
     grad = grad_of(0)
     grad.data = torch.ones(3)
     assert grad.shape == (3,) and torch.equal(grad.to_dense(), torch.ones(3))
+
+
+# In a process of its own: what is tested here ended the process.
+MEMORY = """
+import sys, warnings, copy, numpy, torch, fused_grad_optimizer as forge
+from torch import nn
+warnings.simplefilter("ignore")
+torch.manual_seed(0)
+a = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8), nn.Linear(8, 8))
+b = copy.deepcopy(a)
+oa, ob = torch.optim.SGD(a.parameters(), lr=0.1), forge.fuse(b, "sgd", lr=0.1, when=sys.argv[1])
+for model, optimizer in ((a, oa), (b, ob)):
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2, 2])).sum().backward()
+        model.share_memory()
+        if sys.argv[1] == "step" or model is a:
+            grad = model[1].weight.grad
+            read = [torch.from_dlpack(grad).clone(), torch.from_numpy(numpy.from_dlpack(grad).copy())]
+            assert torch.allclose(read[0], read[1])
+            wanted = read[0] if model is a else wanted
+        else:
+            for function in (torch.from_dlpack, numpy.from_dlpack):
+                try:
+                    function(model[1].weight.grad)
+                except RuntimeError as error:
+                    assert "already applied" in str(error)
+                else:
+                    raise AssertionError(function)
+        optimizer.step()
+    assert all(p.is_shared() for p in model.parameters())
+if sys.argv[1] == "step":
+    assert torch.allclose(wanted, read[0], rtol=1e-5, atol=1e-6)
+assert all(torch.allclose(p, q, rtol=1e-5, atol=1e-6) for p, q in zip(a.parameters(), b.parameters()))
+print("same")
+"""
+
+
+@pytest.mark.parametrize("when", ["backward", "step"])
+def test_shared_memory_and_dlpack(when):
+    pytest.importorskip("numpy")
+    result = subprocess.run([sys.executable, "-c", MEMORY, when], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "same", (result.returncode, result.stderr)
+
+
+def test_a_shared_gradient_goes_on_by_itself():
+    grad = grad_of(0).fold()
+    grad.share_memory_()
+    shared, before = grad.dense, grad.dense.clone()
+    grad.add_(grad_of(1)).fold()
+    assert shared.is_shared() and torch.equal(shared, before)
+    assert torch.allclose(grad.to_dense(), dense_of(0) + dense_of(1), rtol=1e-4, atol=1e-5)
