@@ -210,8 +210,8 @@ class FactoredGrad(torch.Tensor):
                 factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
             )
         dense = self.dense * factor if self.dense is not None else None  # first, for memory may run out
-        self.check_unmodified()
-        self.__dict__.update(_scale=self._scale * factor, dense=dense, _dense_version=None)
+        version = None if self._dense_version in (None, _version_of(self.dense)) else -1  # modified stays modified
+        self.__dict__.update(_scale=self._scale * factor, dense=dense, _dense_version=version)
         return self
 
     def _add(self, other: torch.Tensor) -> FactoredGrad:

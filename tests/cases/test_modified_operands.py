@@ -76,9 +76,12 @@ def test_a_gradient_that_backward_was_given_is_not_copied_but_watched():
     for use in (optimizer.step, layer.weight.grad.to_dense, layer.weight.grad.clone().norm):
         with pytest.raises(RuntimeError, match="modified in place"):
             use()
-    for change in (lambda g: g.mul_(0.5), lambda g: g.add_(torch.ones(N, K)), lambda g: grad_of(0).add_(g)):
+    for change in (lambda g: g.mul_(0.5).to_dense(), lambda g: g.add_(torch.ones(N, K)), lambda g: grad_of(0).add_(g)):
         with pytest.raises(RuntimeError, match="modified in place"):
-            change(layer.weight.grad)
+            change(layer.weight.grad.clone())
+    layer.weight.grad.mul_(0.5)  # as clipping does: step() is where nothing moves
+    with pytest.raises(RuntimeError, match="modified in place"):
+        optimizer.step()
     assert unchanged(layer, kept) and not optimizer.state
 
 

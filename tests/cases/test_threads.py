@@ -24,13 +24,13 @@ def many_switches():
     sys.setswitchinterval(before)
 
 
-def run_in_threads(model: nn.Module) -> None:
+def run_in_threads(model: nn.Module, device: str = "cpu") -> None:
     failed: list[BaseException] = []
 
     def work(first: int) -> None:
         try:
             for i in range(first, THREADS * BACKWARDS, THREADS):
-                model(data(i, TOKENS, WIDTH)).square().sum().backward()
+                model(data(i, TOKENS, WIDTH).to(device)).square().sum().backward()
         except BaseException as error:
             failed.append(error)
 
@@ -53,3 +53,15 @@ def test_threads_accumulate_into_one_gradient(attempt):
     assert (b.weight.grad.to_dense() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert torch.allclose(b.bias.grad, a.bias.grad, rtol=1e-4)
     optimizer.zero_grad()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("many_switches")
+def test_threads_accumulate_into_one_gradient_on_a_gpu():
+    a, b = pair(lambda: nn.Linear(WIDTH, WIDTH, device="cuda"))
+    optimizer = forge.fuse(b, "sgd", lr=0.1, when="step")
+    for model in (a, b):
+        run_in_threads(model, "cuda")
+    wanted = a.weight.grad
+    assert (b.weight.grad.to_dense() - wanted).abs().max() <= 2e-3 * wanted.abs().max()  # TF32 perhaps
+    optimizer.step()
