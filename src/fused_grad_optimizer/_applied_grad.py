@@ -37,14 +37,23 @@ class AppliedGrad(torch.Tensor):
     def __deepcopy__(self, memo) -> None:
         return None
 
+    def share_memory_(self) -> AppliedGrad:
+        return self  # there is none
+
+    def __dlpack__(self, *args, **kwargs):
+        raise self._error("__dlpack__")
+
+    def _error(self, operation: str) -> RuntimeError:
+        return RuntimeError(
+            f"{operation}: the gradient of {self.parameter_name!r} was already applied during backward "
+            "(when='backward'). Clipping, gradient norms and a second backward before step() need when='step'. "
+            "With a FusedOptimizerManager, call pre_step() before each backward."
+        )
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         if func is torch.ops.aten._to_copy.default:  # the model moves to another dtype or device, and this mark with it
             kwargs = kwargs or {}
             return AppliedGrad(args[0], args[0].parameter_name, kwargs.get("dtype"), kwargs.get("device"))
         found = [a for a in tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
-        raise RuntimeError(
-            f"{func}: the gradient of {found[0].parameter_name!r} was already applied during backward "
-            "(when='backward'). Clipping, gradient norms and a second backward before step() need when='step'. "
-            "With a FusedOptimizerManager, call pre_step() before each backward."
-        )
+        raise found[0]._error(str(func))

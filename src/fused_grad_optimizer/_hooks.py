@@ -77,7 +77,7 @@ def _applied_by_plan(
         parameter.grad = None
         raise
     if not done:
-        moved.pop()
+        moved.remove(record.name)  # not the last one: another device's thread may have added its own
         return False
     if plan.applied is not record.applied or plan.applied is None:
         plan.applied = _mark_of(parameter, record)

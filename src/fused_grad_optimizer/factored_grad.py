@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fused_grad_optimizer import ops
+from fused_grad_optimizer import _folding, _foreach, ops
 from fused_grad_optimizer.kernels import Gradient
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 
@@ -41,7 +41,8 @@ class FactoredGrad(torch.Tensor):
     Attributes:
         pairs: `(dY [T, N], X [T, K])` for each use of the weight in a linear layer.
         rows: `(ids [T], dY [T, K])` for each use of the weight as an embedding.
-        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None.
+        dense: a part that came as a tensor [N, K] (a use outside its module, or many folded factors), or None. The next
+            fold may change it in place.
 
     Example:
         >>> dy, x = torch.ones(3, 2), torch.ones(3, 4)
@@ -55,6 +56,7 @@ class FactoredGrad(torch.Tensor):
     dense: torch.Tensor | None
     _scale: float | torch.Tensor
     _versions: list[tuple[torch.Tensor, int]]
+    _dense_version: int | None = None  # of `dense`, while it is a tensor that others may hold
     _folded: weakref.ref[torch.Tensor] | None = None  # the accumulator of `fold`, while no copy shares it
 
     @staticmethod
@@ -75,6 +77,7 @@ class FactoredGrad(torch.Tensor):
         self.pairs = [(_unit_stride(dy), _unit_stride(x)) for dy, x in (pairs or [])]
         self.rows = list(rows or [])
         self.dense = dense
+        self._dense_version = _version_of(dense)
         self._scale = 1.0
         self._versions = [(t, t._version) for pair in self.pairs for t in pair if not t.is_inference()]
         return self
@@ -108,18 +111,27 @@ class FactoredGrad(torch.Tensor):
         tensors = [t for pair in self.pairs for t in pair] + [dy for _, dy in self.rows]
         return tensors + [t for t in (self.dense, self._scale) if isinstance(t, torch.Tensor)]
 
+    def check_unmodified(self, name: str = "a weight") -> None:
+        """Raise `RuntimeError` if a tensor of which this gradient consists was modified in place since it came."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a {tuple(tensor.shape)} tensor that backward saved for the gradient of {name} was modified in "
+                    "place before the optimizer used it; clone the tensor before modifying it, or use when='backward'"
+                )
+        if self._dense_version is not None and _version_of(self.dense) != self._dense_version:
+            raise RuntimeError(
+                f"a tensor that was given for the gradient of {name}, of shape {tuple(self.shape)}, was modified in "
+                "place before the optimizer used it; clone it before giving it away"
+            )
+
     def gradient(self) -> Gradient:
         """The operands in the form kernels take; embedding rows are summed by row here.
 
         Raises:
             RuntimeError: a factor was modified in place since the backward pass.
         """
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"a {tuple(tensor.shape)} tensor that backward saved for a weight gradient was modified in place "
-                    "before the optimizer used it; clone the tensor before modifying it, or use when='backward'"
-                )
+        self.check_unmodified()
         dtype = compute_dtype(self.dtype)
         pairs = self.pairs
         if len({t.dtype for pair in pairs for t in pair}) > 1:
@@ -154,9 +166,11 @@ class FactoredGrad(torch.Tensor):
                 return ops.wgrad(self.gradient(), self.shape, 0, self.shape[0], dtype)
             out = torch.empty(self.shape, dtype=dtype, device=self.device)
             if not (self.pairs or self.rows):
+                self.check_unmodified()
                 return out.copy_(self.dense) if self.dense is not None else out.zero_()
             for start, end, piece in self._chunks():
                 out[start:end] = piece
+                del piece  # before the next is formed
             return out
 
     def norm(self, p=2, dim=None, keepdim=False, dtype=None) -> torch.Tensor:  # type: ignore[override]
@@ -178,58 +192,58 @@ class FactoredGrad(torch.Tensor):
 
     def _take(self, other: FactoredGrad) -> FactoredGrad:
         self.pairs, self.rows, self.dense = list(other.pairs), list(other.rows), other.dense
-        self._scale, self._versions = other._scale, list(other._versions)
+        self._scale, self._versions, self._dense_version = other._scale, list(other._versions), other._dense_version
         self._folded = other._folded = None
         return self
 
     def _copy(self) -> FactoredGrad:
         return FactoredGrad(self.shape, self.dtype, device=self.device)._take(self)
 
+    def _become(self, dense: torch.Tensor) -> torch.Tensor:
+        """Hold nothing but `dense`. One call, which no Ctrl-C can divide."""
+        self.__dict__.update(pairs=[], rows=[], dense=dense, _scale=1.0, _versions=[], _dense_version=None)
+        return dense
+
     def _multiply(self, factor: float | torch.Tensor) -> FactoredGrad:
         if isinstance(factor, torch.Tensor):
             factor = (
                 factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
             )
-        self._scale = self._scale * factor
-        if self.dense is not None:
-            self.dense = self.dense * factor
+        dense = self.dense * factor if self.dense is not None else None  # first, for memory may run out
+        version = None if self._dense_version in (None, _version_of(self.dense)) else -1  # modified stays modified
+        self.__dict__.update(_scale=self._scale * factor, dense=dense, _dense_version=version)
         return self
 
     def _add(self, other: torch.Tensor) -> FactoredGrad:
         """self += other, joining lists; parts with different scales are folded into the dense part first."""
-        if not isinstance(other, FactoredGrad):
-            self.dense = other if self.dense is None else self.dense + other
+        with _folding.LOCK:
+            if not isinstance(other, FactoredGrad):
+                # In a backward nobody goes on with `other` as a rule, and no copy of it is made.
+                in_backward = torch._C._current_graph_task_id() >= 0
+                self._add_dense(other if in_backward or self.dense is not None else other.clone(), in_backward)
+                return self.fold_if_larger()
+            if other.pairs or other.rows:
+                if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
+                    self.fold()
+                if not (self.pairs or self.rows):
+                    self._scale = other._scale
+            if other.dense is not None:  # first, for memory may run out
+                other.check_unmodified()
+                self._add_dense(other.dense, other._dense_version is not None)
+                other._folded = None
+            self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
+            self._versions = self._versions + other._versions
             return self.fold_if_larger()
-        if other.pairs or other.rows:
-            if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
-                self.fold()
-            if not (self.pairs or self.rows):
-                self._scale = other._scale
-        self.pairs, self.rows = self.pairs + other.pairs, self.rows + other.rows
-        self._versions = self._versions + other._versions
-        if other.dense is not None:
-            self.dense = other.dense if self.dense is None else self.dense + other.dense
-            other._folded = None
-        return self.fold_if_larger()
 
-    def fold(self) -> FactoredGrad:
-        """Sum all parts into one dense accumulator in fp32 (fp64 for fp64 weights), in place once there is one."""
-        dense = self._folded() if self._folded is not None else None
-        if dense is not None and dense is self.dense and not dense.is_inference():
-            for start, end, piece in self._chunks():
-                dense[start:end] = piece
+    def _add_dense(self, other: torch.Tensor, shared: bool) -> None:
+        if self.dense is None:
+            self.dense, self._dense_version = other, _version_of(other) if shared else None
         else:
-            self.dense = self.to_dense(compute_dtype(self.dtype))
-            self._folded = weakref.ref(self.dense)
-        self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
-        return self
+            self.check_unmodified()
+            self.dense, self._dense_version = self.dense + other, None
 
-    def fold_if_larger(self) -> FactoredGrad:
-        """Hold at most an fp32 sum's bytes, 9/8 of them with a dense part; while a fold makes a new sum, one more."""
-        held, limit = self.factor_bytes(), self.numel() * compute_dtype(self.dtype).itemsize
-        if held and self.dense is not None:  # not at once: each fold reads and writes the accumulator
-            held, limit = held + self.dense.nbytes, limit + limit // 8
-        return self.fold() if held > limit else self
+    fold = _folding.fold
+    fold_if_larger = _folding.fold_if_larger
 
     def _densify(self, operation: str) -> torch.Tensor:
         """Become dense, in the gradient's own dtype, for an operation that needs elements."""
@@ -239,23 +253,47 @@ class FactoredGrad(torch.Tensor):
                 "into a dense tensor, which costs the memory it saved",
                 stacklevel=3,
             )
-        self.dense = self.to_dense()
-        self.pairs, self.rows, self._versions, self._scale = [], [], [], 1.0
-        return self.dense
+        return self._become(self.to_dense())
 
     # -- copies ----------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """An alias. Setting it replaces the content by a copy of what is given, and takes its shape, dtype, device."""
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            new = FactoredGrad(value.shape, value.dtype, device=value.device).copy_(value)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.__dict__ = new.__dict__
+
+    def share_memory_(self) -> FactoredGrad:
+        """Move what it consists of to shared memory; what is added later is not in it."""
+        self._folded = None  # another process may hold the sum
+        for tensor in (*self.operands(), *(ids for ids, _ in self.rows)):
+            tensor.share_memory_()
+        return self
+
+    def __dlpack__(self, *args, **kwargs):
+        return self._densify("__dlpack__").__dlpack__(*args, **kwargs)
+
+    def __copy__(self) -> FactoredGrad:
+        return self._copy()
 
     def __deepcopy__(self, memo) -> FactoredGrad:
         copy = self._copy()
         copy.pairs = [(dy.clone(), x.clone()) for dy, x in self.pairs]
         copy.rows = [(ids.clone(), dy.clone()) for ids, dy in self.rows]
-        copy.dense = self.dense.clone() if self.dense is not None else None
+        copy.dense, copy._dense_version = self.dense.clone() if self.dense is not None else None, None
         copy._scale = self._scale.clone() if isinstance(self._scale, torch.Tensor) else self._scale
         copy._versions = [(t, t._version) for pair in copy.pairs for t in pair]
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol):
+        self._folded = None  # what takes it may share its memory
         return _rebuild, (tuple(self.shape), self.dtype, self.device, self.pairs, self.rows, self.dense, self._scale)
 
     @classmethod
@@ -269,6 +307,10 @@ class FactoredGrad(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _dense_fallback(func, args, kwargs)
+
+
+def _version_of(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def of_pair(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> FactoredGrad:
@@ -297,13 +339,16 @@ def _same_scale(a: float | torch.Tensor, b: float | torch.Tensor) -> bool:
 def _dense_fallback(func, args, kwargs) -> Any:
     """Run an operation that is not known on dense gradients; results that alias one are that FactoredGrad again."""
     seen: dict[int, FactoredGrad] = {}
+    made: dict[int, torch.Tensor] = {}  # by content: a gradient that is given twice is one tensor
 
     def dense(value):
-        if isinstance(value, FactoredGrad):
-            tensor = value._densify(str(func))
+        if not isinstance(value, FactoredGrad):
+            return value
+        tensor = made.get(id(value.__dict__))
+        if tensor is None:
+            tensor = made[id(value.__dict__)] = value._densify(str(func))
             seen[id(tensor)] = value
-            return tensor
-        return value
+        return tensor
 
     result = func(*tree_map(dense, args), **tree_map(dense, kwargs))
     return tree_map(lambda value: seen.get(id(value), value) if isinstance(value, torch.Tensor) else value, result)
@@ -360,8 +405,7 @@ def _copy(func, target, source, non_blocking=False):
     if isinstance(target, FactoredGrad):
         if isinstance(source, FactoredGrad):
             return target._take(source)
-        target.pairs, target.rows, target._versions, target._scale = [], [], [], 1.0
-        target.dense = source.expand(target.shape).to(target.dtype, copy=True)
+        target._become(source.expand(target.shape).to(target.device, target.dtype, copy=True))
         return target
     return target.copy_(source.to_dense(), non_blocking)
 
@@ -437,34 +481,7 @@ def _check(func, grad):
 # -- lists of gradients --------------------------------------------------------------------------------------------
 
 
-def _each(function: Callable, grads: list, *others) -> list:
-    spread = [o if isinstance(o, (list, tuple)) else [o] * len(grads) for o in others]
-    return [function(*values) for values in zip(grads, *spread)]
-
-
-@_handles(aten._foreach_norm.Scalar)
-def _foreach_norm(func, grads, ord=2, dtype=None):
-    return _each(lambda g: torch.linalg.vector_norm(g, ord, dtype=dtype), grads)
-
-
-@_handles(aten._foreach_zero_.default)
-def _foreach_zero(func, grads):
-    _each(lambda g: g.zero_(), grads)
-
-
-@_handles(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_mul_.ScalarList, aten._foreach_mul_.List)
-def _foreach_mul(func, grads, other):
-    _each(lambda g, o: g.mul_(o), grads, other)
-
-
-@_handles(aten._foreach_div_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.ScalarList, aten._foreach_div_.List)
-def _foreach_div(func, grads, other):
-    _each(lambda g, o: g.div_(o), grads, other)
-
-
-@_handles(aten._foreach_add_.List)
-def _foreach_add(func, grads, others, *, alpha=1):
-    _each(lambda g, o: g.add_(o, alpha=alpha), grads, others)
+_HANDLERS.update(_foreach.HANDLERS)
 
 
 @_handles(aten._amp_foreach_non_finite_check_and_unscale_.default)

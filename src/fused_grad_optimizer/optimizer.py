@@ -343,6 +343,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
+                Or what a gradient consists of was modified in place; nothing has been changed by this call then.
             ValueError: a gradient that cannot be stepped (sparse, or of another shape), or a parameter whose new
                 memory cannot be (strides that leave gaps, say); nothing has been changed by this call then. Or a state
                 of another shape than its parameter, which has not moved then.
@@ -365,6 +366,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     check = check_trainable if record.hook is None else check_memory
                     check(parameter, record.name, self.weight_mode)
                     check_gradient(grad, parameter, record.name)
+                    if isinstance(grad, FactoredGrad):
+                        grad.check_unmodified(record.name)
                     todo.append((parameter, group, grad))
         if todo:
             self._begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fused_grad_optimizer as forge
-from fused_grad_optimizer import FactoredGrad
+from fused_grad_optimizer import FactoredGrad, factored_grad
 from fused_grad_optimizer.memory import training_memory
 
 from .helpers import LR, both, data, passes, train
@@ -109,6 +110,8 @@ COPIES = {
     "scaled": lambda g: g * 1.0,
     "copy_": lambda g: FactoredGrad((N, K), torch.float32).copy_(g),
     "deepcopy": copy.deepcopy,
+    "copy.copy": copy.copy,
+    "pickle without a copy": lambda g: g.__reduce_ex__(4)[0](*g.__reduce_ex__(4)[1]),
     "dense": lambda g: g.to_dense(),
 }
 
@@ -136,6 +139,63 @@ def test_a_fold_in_inference_mode_is_followed_by_one_outside():
     total += grad_of(2, 30)
     wanted = exact([(i, 30) for i in range(3)])
     assert (total.to_dense() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("failing", [2, 4])
+def test_a_fold_in_place_that_fails_is_found(monkeypatch, failing):
+    """Some rows hold the factors already: neither those nor the others may be stepped."""
+    layer = nn.Linear(K, N, bias=False)
+    optimizer = forge.FusedOptimizer([layer.weight], "sgd", lr=LR, when="step")
+    layer.weight.grad = total = grad_of(0, 30).fold().add_(grad_of(1, 1))
+    before, calls = layer.weight.detach().clone(), []
+
+    def wgrad(*args):
+        calls.append(args)
+        if len(calls) == failing:
+            raise MemoryError("no piece")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        real = factored_grad.ops.wgrad
+        patch.setattr(factored_grad.ops, "wgrad", wgrad)
+        with pytest.raises(MemoryError):
+            total.fold()
+    with pytest.warns(RuntimeWarning, match="NaN or inf"):
+        optimizer.step()
+    assert torch.equal(layer.weight, before) and optimizer.skipped
+    optimizer.zero_grad()
+    layer.weight.grad = grad_of(0, 30)
+    optimizer.step()
+    assert (layer.weight - (before - LR * exact([(0, 30)]))).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_fold_that_fails_at_its_first_piece_changes_nothing(monkeypatch, in_place):
+    total = grad_of(0, 1)
+    total = (total.fold() if in_place else total).add_(grad_of(1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(factored_grad.ops, "wgrad", lambda *args: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            total.fold()
+    wanted = exact([(0, 1), (1, 1)])
+    assert (total.to_dense() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("way", ["fold", "to_dense"])
+def test_one_piece_at_a_time(monkeypatch, way):
+    pieces, real = [], factored_grad.ops.wgrad
+
+    def wgrad(*args):
+        assert all(piece() is None for piece in pieces)
+        result = real(*args)
+        pieces.append(weakref.ref(result))
+        return result
+
+    total = grad_of(0, 30).fold().add_(grad_of(1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(factored_grad.ops, "wgrad", wgrad)
+        total.fold() if way == "fold" else total.to_dense(torch.bfloat16)
+    assert len(pieces) == 4
 
 
 class Recurrent(nn.Module):

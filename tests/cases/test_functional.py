@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 import fused_grad_optimizer as forge
@@ -136,3 +137,28 @@ def test_an_embedding_too(when):
     functional_call(live, {"weight": w}, (ids,)).pow(2).sum().backward()
     assert torch.allclose(w.grad, wanted["weight"])
     assert_untouched(live, optimizer, before)
+
+
+def dual_input(net, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.detach()
+
+
+FORWARD = {
+    "dual input": dual_input,
+    "jacobian": lambda net, x: torch.autograd.functional.jacobian(net, x, strategy="forward-mode", vectorize=True),
+    "reverse jacobian": torch.autograd.functional.jacobian,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("way", FORWARD)
+def test_forward_mode_equals_the_plain_model_s(when, way):
+    live, plain, optimizer = live_and_plain(when)
+    before, x = snapshot(live), data(0, 4, 6)
+    got, wanted = (FORWARD[way](model, x) for model in (live, plain))
+    assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+    assert_untouched(live, optimizer, before)
+    live(x).sum().backward()
+    assert when == "backward" or isinstance(live[0].weight.grad, forge.FactoredGrad)
+    optimizer.step()

@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from fused_grad_optimizer import FusedOptimizer, optimizer  # noqa: E402
+from fused_grad_optimizer import FusedOptimizer, _hooks, _plans, optimizer  # noqa: E402
 from fused_grad_optimizer._applied_grad import AppliedGrad  # noqa: E402
 from fused_grad_optimizer.factored_grad import FactoredGrad  # noqa: E402
 from fused_grad_optimizer.kernels import bound  # noqa: E402
@@ -85,6 +85,40 @@ def test_one_name_when_the_plan_is_not_for_it(cuda, general):
     Use.apply(parameter, factors).backward()
     assert len(general) == 1 and opt._pass.moved == ["parameter 0"]
     assert isinstance(parameter.grad, AppliedGrad)
+
+
+@pytest.mark.parametrize("other", ["steps", "raises"])
+def test_one_name_while_another_device_s_thread_steps(cuda, monkeypatch, other):
+    """The second weight is stepped while the first one's plan finds out that it is not for this gradient."""
+    (first, second), factors = layers(2), pair()
+    opt = FusedOptimizer([first, second], lr=1e-3)
+    for _ in range(4):
+        (Use.apply(first, factors) + Use.apply(second, factors)).backward()
+        opt.step()
+    update = _plans.update
+
+    def updated(optimizer, parameter, record, group, grad):
+        if parameter is second:
+            if other == "raises":
+                raise KeyError("boom")
+            return update(optimizer, parameter, record, group, grad)
+        found = opt._stepped[id(second)]
+        grad = FactoredGrad(second.shape, second.dtype, pairs=[factors])
+        try:
+            assert _hooks._applied_by_plan(opt, second, found[1], found[0], grad)
+        except KeyError:
+            assert other == "raises"
+        seen.extend(opt._pass.moved)
+        return False
+
+    seen: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(_plans, "update", updated)
+        patch.setattr(opt, "_update_generally", lambda *args: 1 // 0)  # the first one does not get further
+        with pytest.raises(ZeroDivisionError):
+            Use.apply(first, factors).backward()
+    assert seen == ["parameter 0", "parameter 1"]
+    assert opt._pass.moved == ["parameter 1", "parameter 0"]
 
 
 def test_a_plan_made_outside_of_backward_for_another_dtype(cuda, general):

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _is_grad_enabled = torch.is_grad_enabled
 _running_transform = torch._C._functorch.peek_interpreter_stack
@@ -55,4 +56,5 @@ def factors_wanted(weight: torch.Tensor) -> bool:
         and weight.numel() > 0
         and weight.is_contiguous()
         and _running_transform() is None  # inside torch.func transforms: the ordinary path
+        and forward_ad._current_level < 0  # and with dual numbers
     )

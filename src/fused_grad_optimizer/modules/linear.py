@@ -116,7 +116,7 @@ class FusedLinear(nn.Linear):
     """An `nn.Linear` whose weight gets a factored gradient: same parameters, same forward bits, same state_dict.
 
     Made by `convert`, `fuse` or `from_linear`; a copy (deepcopy, unpickled) behaves as an ordinary `nn.Linear` until it
-    is converted again. A frozen weight, `no_grad` and `torch.func` transforms take the ordinary path too.
+    is converted again. A frozen weight, `no_grad`, `torch.func` transforms and dual numbers take the ordinary path too.
 
     Example:
         >>> layer = FusedLinear(4, 2)
