@@ -118,7 +118,8 @@ class FusedOptimizerManager:
                 for key in changes[group["layer"]]:
                     if key not in optimizer.defaults:
                         raise ValueError(f"{key} is not a hyper-parameter of {rule}: {', '.join(optimizer.defaults)}")
-                check_settings(optimizer.rule, {**group, **changes[group["layer"]]})
+                settings = check_settings(optimizer.rule, {**group, **changes[group["layer"]]})
+                changes[group["layer"]] = {key: settings[key] for key in changes[group["layer"]]}
             optimizer._check_memory()
         self._pass.armed = False
         self._close_pass()

@@ -13,7 +13,7 @@ from torch import nn
 from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import check_settings
 from fused_grad_optimizer._small import SMALL, WAITING
-from fused_grad_optimizer.kernels.configs import ChunkConfig
+from fused_grad_optimizer.kernels.configs import ChunkConfig, most_chunk_rows
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 from fused_grad_optimizer.optimizer import WHEN
 from fused_grad_optimizer.rules import Update, get_rule
@@ -170,10 +170,14 @@ def _on_kernels(tensor: _Tensor) -> bool:
     return tensor.trained and tensor.elements > 0 and tensor.dtype != torch.float64
 
 
+def _is_small(tensor: _Tensor) -> bool:
+    return _on_kernels(tensor) and not tensor.factored and tensor.elements <= SMALL
+
+
 def _waiting(tensors: list[_Tensor]) -> int:
     """Bytes of gradients on a GPU with `when="backward"`: of the small ones that wait and the largest other one."""
-    small = [t for t in tensors if _on_kernels(t) and not t.factored and t.elements <= SMALL]
-    others = [t.dense_bytes for t in tensors if t.trained and t.dense and all(t is not s for s in small)]
+    small = [t for t in tensors if _is_small(t)]
+    others = [t.dense_bytes for t in tensors if t.trained and t.dense and not _is_small(t)]
     most = (WAITING + SMALL) * max((t.dtype.itemsize for t in small), default=0)
     return min(sum(t.dense_bytes for t in small), most) + max(others, default=0)
 
@@ -185,7 +189,7 @@ def _workspace(tensors: list[_Tensor]) -> int:
 
 def _chunk(n: int, k: int) -> int:
     """The most bytes of the buffer that takes rows of the gradient of a weight [n, k]."""
-    return 4 * k * max(1, min((ChunkConfig().mib << 20) // (4 * k), (n + 1) // 2))
+    return 4 * k * most_chunk_rows(n, k, ChunkConfig())
 
 
 def _of_model(model: nn.Module, exclude: Exclude, weight: str | None) -> list[_Tensor]:

@@ -112,3 +112,13 @@ def test_an_infinite_lr_is_refused_though_torch_takes_it():
     assert torch.optim.AdamW(mlp().parameters(), lr=float("inf")).defaults["lr"] == float("inf")
     with pytest.raises(ValueError, match="Invalid lr value: inf; it must be .* a finite number"):
         forge.fuse(mlp(), lr=float("inf"))
+
+
+def test_a_manager_keeps_plain_values_too():
+    """So that its state can be loaded with `weights_only`, and a seed be a key."""
+    layer = forge.FusedLinear.from_linear(torch.nn.Linear(2, 2))
+    manager = forge.FusedOptimizerManager(torch.nn.Sequential(layer))
+    manager.pre_step(lr=LR, betas=np.array(BETAS), per_layer={"0": {"weight_decay": 0.1}})
+    (optimizer,) = manager._optimizers.values()
+    assert optimizer.param_groups[0]["betas"] == BETAS and type(optimizer.param_groups[0]["betas"]) is tuple
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1

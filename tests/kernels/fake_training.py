@@ -20,6 +20,19 @@ def take_the_gpus_way(monkeypatch, hopper: bool = True) -> None:
     monkeypatch.setattr(wgrad_step_hopper, "_multiprocessors", lambda device: 132)
 
 
+def count_general_steps(monkeypatch) -> list[tuple]:
+    """The arguments of each step that is made the general way from now on, not by a plan."""
+    calls: list[tuple] = []
+    original = optimizer.step
+
+    def step(*args):
+        calls.append(args)
+        original(*args)
+
+    monkeypatch.setattr(optimizer, "step", step)
+    return calls
+
+
 def layers(count: int, n: int = 256, dtype=torch.bfloat16) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(n, n, dtype=dtype)) for _ in range(count)]
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from triton import knobs  # noqa: E402
 
-from fused_grad_optimizer import FusedOptimizer, _plans, ops, optimizer  # noqa: E402
+from fused_grad_optimizer import FusedOptimizer, _plans, ops  # noqa: E402
 from fused_grad_optimizer.kernels import launcher  # noqa: E402
 from fused_grad_optimizer.rules import UPDATES  # noqa: E402
 from tests.kernels import fake_training  # noqa: E402
@@ -40,16 +40,7 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def general(monkeypatch):
-    """How often the general way was taken."""
-    calls = []
-    original = ops.step
-
-    def step(*args):
-        calls.append(args)
-        original(*args)
-
-    monkeypatch.setattr(optimizer, "step", step)
-    return calls
+    return fake_training.count_general_steps(monkeypatch)
 
 
 def launched(cuda, opt, parameter, *pairs, scale=None) -> list[tuple[bytes, ...]]:

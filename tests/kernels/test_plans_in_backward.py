@@ -8,7 +8,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from fused_grad_optimizer import FusedOptimizer, _hooks, _plans, optimizer  # noqa: E402
+from fused_grad_optimizer import FusedOptimizer, _hooks, _plans  # noqa: E402
 from fused_grad_optimizer._applied_grad import AppliedGrad  # noqa: E402
 from fused_grad_optimizer.factored_grad import FactoredGrad  # noqa: E402
 from fused_grad_optimizer.kernels import bound  # noqa: E402
@@ -26,16 +26,7 @@ def cuda(monkeypatch):
 
 @pytest.fixture
 def general(monkeypatch):
-    """How often the general way was taken."""
-    calls = []
-    original = optimizer.step
-
-    def step(*args):
-        calls.append(args)
-        original(*args)
-
-    monkeypatch.setattr(optimizer, "step", step)
-    return calls
+    return fake_training.count_general_steps(monkeypatch)
 
 
 class Use(torch.autograd.Function):

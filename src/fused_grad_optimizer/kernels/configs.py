@@ -157,6 +157,14 @@ CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
 _GEMM_TILE = 128  # rows and columns of a tile of the GEMM library, about
 
 
+def most_chunk_rows(n: int, k: int, config: ChunkConfig) -> int:
+    """Rows of a weight [n, k] that a chunk may have: what `mib` holds, and never more than half of them.
+
+    So no chunk is the whole gradient, unless the weight is a single row.
+    """
+    return max(1, min((config.mib << 20) // (4 * max(k, 1)), (n + 1) // 2))
+
+
 @cache
 def chunk_rows(n: int, k: int, multiprocessors: int, config: ChunkConfig) -> int:
     """Rows of a chunk for a weight [n, k] on a card of so many multiprocessors.
@@ -165,10 +173,9 @@ def chunk_rows(n: int, k: int, multiprocessors: int, config: ChunkConfig) -> int
     dY, X, weight and states pass through as well): that is the limit in `config`. Under it, rows in multiples of 128,
     because the GEMM has tiles of 128 x 128 or so, which a card works on in waves of one for each multiprocessor: the
     number that needs the fewest waves for the whole weight wins, where each chunk costs half a wave more for its two
-    launches and the tail between them; of equals the largest. Never more than half of the rows, so that no chunk is
-    the whole gradient (unless the weight is a single row); fewer than 128 rows where 128 do not fit.
+    launches and the tail between them; of equals the largest. Fewer than 128 rows where 128 do not fit.
     """
-    most = max(1, min((config.mib << 20) // (4 * max(k, 1)), (n + 1) // 2))
+    most = most_chunk_rows(n, k, config)
     if most < _GEMM_TILE:
         return most
 

@@ -11,7 +11,7 @@
 `bytes` are those of an element of the weight and of each state, `inputs` those of dY and X, `config` the fields that
 differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it; from
 one of other bytes the paths, but no configurations. Between two measured numbers of tokens the path changes where the
-measured times, taken as straight lines, cross.
+measured times, taken as straight lines, cross; beyond the largest the last two lines go on.
 """
 
 from __future__ import annotations
@@ -333,34 +333,31 @@ def from_cells(cells: Mapping[int, Mapping[Choice, float]], hopper: bool, guess:
             choices.append(b)
     if choices[-1].path == CHUNKED:
         return Ranges(tuple(limits), tuple(choices), source)
-    try:
-        later, limit = _later(best, cells)
-    except KeyError:
+    followed = _followed(best, cells)
+    if followed is None:
         end = BEYOND * best[-1][0]
         for i, guessed in enumerate(guess.choices):
             if (i == len(guess.limits) or guess.limits[i] > end) and guessed.path != choices[-1].path:
                 limits.append(max(end, guess.limits[i - 1] if i else 0))
                 choices.append(guessed)
                 source += " (larger T are a guess)"
-    else:
-        if limit < _ENDLESS:
-            limits.append(limit)
-            choices.append(later)
+    elif followed[1] < _ENDLESS:
+        limits.append(followed[1])
+        choices.append(followed[0])
     return Ranges(tuple(limits), tuple(choices), source)
 
 
-def _later(best: list[tuple[int, Choice]], cells: Mapping[int, Mapping[Choice, float]]) -> tuple[Choice, int]:
+def _followed(best: list[tuple[int, Choice]], cells: Mapping[int, Mapping[Choice, float]]) -> tuple[Choice, int] | None:
     """The chunked choice that follows the last measured one, and the T up to which that is still faster.
 
-    Raises:
-        KeyError: the two were not both measured at the last two T.
+    None if the two were not both measured at the last two T.
     """
     if len(best) < 2:
-        raise KeyError
+        return None
     (t0, _), (t1, last) = best[-2:]
     chunked = min((c for c in cells[t1] if c.path == CHUNKED), key=lambda c: cells[t1][c], default=None)
-    if chunked is None:
-        raise KeyError
+    if chunked is None or not {chunked, last} <= cells[t0].keys():
+        return None
     before, ahead = (cells[t][chunked] - cells[t][last] for t in (t0, t1))
     if ahead >= before:  # and so it stays
         return chunked, _ENDLESS
