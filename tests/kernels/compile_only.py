@@ -105,7 +105,7 @@ def _wgrad_kernel(sm: int, gradient: Gradient, size: tuple[int, int], rule: tupl
         gradient.dense, gradient.scale, scalars, keys, flag, n, k, 0, 0,
     )  # fmt: skip
     aligned = parts and n % 8 == 0 and k % 8 == 0
-    options = {"PRECISION": "ieee", "ALIGNED": aligned, "PAIRED": k % 2 == 0}
+    options = {"PRECISION": "ieee", "ALIGNED": aligned, "GROUPED": k % 4 == 0}
     tile = {**options, **wgrad_step.launch_options(config, gradient, [weight, *states])}
     return wgrad_step.wgrad_step_kernel, arguments, {**constants, **tile}
 
@@ -126,10 +126,11 @@ def _flat_steps(update: Update, storage: str) -> Iterator[tuple[str, object, tup
     (weight, states, scalars, keys, flag), constants = _rule(update, storage, storage)
     parts = _gradient(weight.dtype, True)
     arguments = (weight, states, parts.dense, parts.row_map, parts.row_sums, parts.scale, scalars, keys, flag)
-    constants |= {"BLOCK": 1024, "PAIRED": True, "enable_fp_fusion": False}
+    constants |= {"BLOCK": 1024, "GROUPED": True, "enable_fp_fusion": False}
     for label, acc in (("", None), (" chunk", torch.empty(64))):
         kernel = param_step.param_step_kernel
-        yield f"param_step {update.name} {storage}{label}", kernel, (*arguments, 4096, 64, 0, acc, 0), constants
+        options = {**constants, **param_step.launch_options()}
+        yield f"param_step {update.name} {storage}{label}", kernel, (*arguments, 4096, 64, 0, acc, 0), options
     addresses = torch.empty(3, 4 + len(states), dtype=torch.int64)
     for label, aligned in (("aligned", True), ("odd", False)):
         more = {"COLUMNS": addresses.shape[1], "ALIGNED": aligned, "STRIDE": 4}

@@ -33,8 +33,11 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
 int cuTensorMapEncodeTiled(void *map, int dtype, unsigned rank, void *address, const uint64_t *shape,
                            const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,
                            int swizzle, int promotion, int fill) {
-  uint64_t words[16] = {(uint64_t)address, ~0ull, dtype, rank, shape[0], shape[1], strides[0], box[0],
-                        box[1], steps[0], steps[1], interleave, swizzle, promotion, fill, 1};
+  int third = rank > 2;
+  uint64_t words[16] = {(uint64_t)address, ~0ull, dtype, rank, shape[0], shape[1], third ? shape[2] : 0, strides[0],
+                        third ? strides[1] : 0, box[0], box[1], third ? box[2] : 0,
+                        steps[0] | steps[1] << 8 | (third ? steps[2] : 0) << 16, interleave, swizzle,
+                        promotion | fill << 8};
   memcpy(map, words, 128);
   return 0;
 }

@@ -189,8 +189,8 @@ def launched(chosen, dtypes, tokens):
     targets = [torch.zeros(1, dtype=dtype) for dtype in dtypes]
     config = dispatch.launcher(chosen, 4096, 4096, targets, tokens, torch.bfloat16)[1]["config"]
     rings = config.stages * config.block_t * (config.block_n + config.block_k) * 2
-    rings += config.slots * 64 * 64 * 4
-    rings += 2 * config.state_slots * config.state_rows * 64 * sum(dtype.itemsize for dtype in dtypes)
+    rings += config.slots * 64 * 128 * 4
+    rings += config.state_slots * config.state_rows * 128 * sum(dtype.itemsize for dtype in dtypes)
     return config, rings
 
 

@@ -8,23 +8,24 @@ import torch
 from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
 from fused_grad_optimizer.storage.rounding import (
     MULTIPLIERS,
+    SECOND,
+    four_index,
     halves,
-    hash_pairs,
-    pair_index,
+    hash_fours,
     parameter_keys,
     round_bits,
-    spread,
     step_keys,
+    words_of_pairs,
 )
 
 
 def bits(count, seed=0, step=1, parameter=0, start=0):
     """The 16 bits of elements start .. start + count - 1 for each of four storages."""
-    pairs = pair_index(start // 2, count // 2 + 1, torch.device("cpu"))
-    word = hash_pairs(pairs, *parameter_keys(step_keys(seed, step), parameter))
-    words = [word, *(spread(word, multiplier) for multiplier in MULTIPLIERS[1:])]
-    random = [halves(w, out=torch.empty(2 * len(w), dtype=torch.int32)) & 0xFFFF for w in words]
-    return [r[start % 2 : start % 2 + count] for r in random]
+    fours = four_index(start // 4, count // 4 + 2, torch.device("cpu"))
+    word = hash_fours(fours, *parameter_keys(step_keys(seed, step), parameter))
+    words = words_of_pairs(word, out=torch.empty(2 * len(word), dtype=torch.int32))
+    random = [halves(words * m, out=torch.empty(2 * len(words), dtype=torch.int32)) & 0xFFFF for m in MULTIPLIERS]
+    return [r[start % 4 : start % 4 + count] for r in random]
 
 
 def round_stochastic_bf16(value, random):
@@ -69,9 +70,48 @@ def test_bits_of_outputs_steps_seeds_and_parameters_are_unrelated():
 
 def test_neighbours_are_unrelated():
     word = bits(200_000)[0].double()
-    for lag in (1, 2, 16, 4096):
+    for lag in (1, 2, 3, 4, 16, 4096):
         pair = torch.stack([word[:-lag], word[lag:]])
         assert torch.corrcoef(pair)[0, 1].abs() < 6 / 200_000**0.5
+
+
+@pytest.mark.parametrize("apart", [1, 2, 3])
+@pytest.mark.parametrize("one, other", [(0, 0), (0, 1), (1, 2), (0, 3), (2, 3)])
+def test_pairs_of_a_four_fill_the_square(one, other, apart):
+    """Elements that share a hash, in two storages: no part of the square is hit more or less often than another.
+
+    Points of a lattice are not as random as independent ones, but as even: 3% and chance, where 256 of them are expected
+    in each of the 16 x 16 cells.
+    """
+    count = 4_000_000
+    random = bits(count)
+    x, y = random[one][: count - apart], random[other][apart:]
+    kept = torch.arange(count - apart) % 4 + apart < 4
+    cells = torch.bincount((x[kept] >> 12) * 16 + (y[kept] >> 12), minlength=256).double()
+    expected = kept.sum().item() / 256
+    assert (cells - expected).abs().max() < 0.03 * expected + 5 * expected**0.5
+
+
+def shortest(ratio, modulus):
+    """Length of the shortest vector of the lattice of the points (x, ratio x) modulo `modulus` (Gauss's reduction)."""
+    a, b = (modulus, 0), (ratio % modulus, 1)
+    while True:
+        if a[0] ** 2 + a[1] ** 2 > b[0] ** 2 + b[1] ** 2:
+            a, b = b, a
+        times = round((a[0] * b[0] + a[1] * b[1]) / (a[0] ** 2 + a[1] ** 2))
+        if times == 0:
+            return (a[0] ** 2 + a[1] ** 2) ** 0.5
+        b = (b[0] - times * a[0], b[1] - times * a[1])
+
+
+@pytest.mark.parametrize("modulus", [1 << 16, 1 << 32])
+def test_spectral_quality_of_the_multipliers(modulus):
+    """Knuth, The Art of Computer Programming 2, 3.3.4, in two dimensions."""
+    greatest = (2 / 3**0.5 * modulus) ** 0.5
+    products = [m * factor for m in MULTIPLIERS for factor in (1, SECOND)]
+    for i, one in enumerate(products):
+        for other in products[:i]:
+            assert shortest(other * pow(one, -1, modulus), modulus) > 0.68 * greatest
 
 
 def test_bits_depend_on_the_flat_index_alone():

@@ -10,8 +10,8 @@ from fused_grad_optimizer.kernels import interpreting
 from fused_grad_optimizer.storage import rounding
 
 rounding.__dict__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
-hash_pairs = triton.jit(rounding.hash_pairs)
-_spread = triton.jit(rounding.spread)
+_hash_fours = triton.jit(rounding.hash_fours)
+_SECOND = tl.constexpr(rounding.SECOND)
 _MULTIPLIERS = tl.constexpr(rounding.MULTIPLIERS)
 
 
@@ -42,10 +42,17 @@ def parameter_keys(keys, parameter):
 
 
 @triton.jit
+def words_of_fours(four, key0, key1):
+    """The words of both pairs of each four elements, by `rounding.four_index`: two tiles of int32."""
+    first = _hash_fours(four & 0x3FFFFFFF, key0, key1)
+    return first, first * _SECOND
+
+
+@triton.jit
 def random_halves(word, STORAGE: tl.constexpr):
-    """The random bits of the even and of the odd elements of pairs with this hash: two int32 in [0, 65536)."""
+    """The random bits of the even and of the odd elements of pairs with this word: two int32 in [0, 65536)."""
     if STORAGE > 0:
-        word = _spread(word, _MULTIPLIERS[STORAGE])
+        word = word * _MULTIPLIERS[STORAGE]
     return word & 0xFFFF, (word >> 16) & 0xFFFF
 
 
@@ -80,22 +87,43 @@ def store_stochastic_bf16(pointers, mask, value, random16):
 
 
 @triton.jit
-def _pairs(index, PAIRED: tl.constexpr):
-    """The index of each element's pair; with PAIRED of each pair once, [..., columns / 2]."""
-    if PAIRED:
-        if len(index.shape) == 1:
-            index, _odd = tl.split(tl.reshape(index, (index.shape[0] // 2, 2)))
-        else:
-            index, _odd = tl.split(tl.reshape(index, (index.shape[0], index.shape[1] // 2, 2)))
-    return (index >> 1) & 0x7FFFFFFF
+def _every_second(tile):
+    """[..., columns] -> [..., columns / 2]: elements 0, 2, 4, ... of the last dimension."""
+    if len(tile.shape) == 1:
+        kept, _odd = tl.split(tl.reshape(tile, (tile.shape[0] // 2, 2)))
+    else:
+        kept, _odd = tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
+    return kept
 
 
 @triton.jit
-def _random16(word, index, STORAGE: tl.constexpr, PAIRED: tl.constexpr):
-    """The 16 random bits of each element, from the hash of its pair."""
+def _interleaved(even, odd):
+    """Two tiles [..., columns] -> [..., 2 * columns]."""
+    if len(even.shape) == 1:
+        both = tl.reshape(tl.join(even, odd), (2 * even.shape[0],))
+    else:
+        both = tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+    return both
+
+
+@triton.jit
+def _words(index, key0, key1, GROUPED: tl.constexpr):
+    """The word of each element's pair; with GROUPED of each pair once, [..., columns / 2]."""
+    if GROUPED:
+        first, second = words_of_fours(_every_second(_every_second(index)) >> 2, key0, key1)
+        word = _interleaved(first, second)
+    else:
+        first, second = words_of_fours(index >> 2, key0, key1)
+        word = tl.where((index & 2) != 0, second, first)
+    return word
+
+
+@triton.jit
+def _random16(word, index, STORAGE: tl.constexpr, GROUPED: tl.constexpr):
+    """The 16 random bits of each element, from the word of its pair."""
     even, odd = random_halves(word, STORAGE)
-    if PAIRED:
-        bits = tl.reshape(tl.join(even, odd), index.shape)
+    if GROUPED:
+        bits = _interleaved(even, odd)
     else:
         bits = tl.where((index & 1) != 0, odd, even)
     return bits
@@ -167,12 +195,12 @@ def update_tile(
     RULE: tl.constexpr,
     STORES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """Apply the rule to gradient `g` and the `values` of `load_tile`, and store the results.
 
-    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits. PAIRED: along the last
-    dimension elements 2i and 2i + 1 always are a pair, which is hashed once.
+    `index` is the flat element index modulo 2^32 (int32), the counter of the random bits. GROUPED: along the last
+    dimension elements 4i .. 4i + 3 always share a hash, which is then computed once.
     """
     wide = ()
     for i in tl.static_range(len(values)):
@@ -181,10 +209,10 @@ def update_tile(
     word = index
     if STOCHASTIC:
         key0, key1 = parameter_keys(keys, parameter)
-        word = hash_pairs(_pairs(index, PAIRED), key0, key1)
-    STORES[0](weight + offsets, mask, results[0], _random16(word, index, 0, PAIRED and STOCHASTIC))
+        word = _words(index, key0, key1, GROUPED)
+    STORES[0](weight + offsets, mask, results[0], _random16(word, index, 0, GROUPED and STOCHASTIC))
     for i in tl.static_range(len(states)):
-        bits = _random16(word, index, i + 1, PAIRED and STOCHASTIC)
+        bits = _random16(word, index, i + 1, GROUPED and STOCHASTIC)
         STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)
 
 
@@ -202,8 +230,8 @@ def step_tile(
     RULE: tl.constexpr,
     STORES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """`load_tile`, then `update_tile`."""
     values = load_tile(weight, states, offsets, mask)
-    update_tile(weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)
+    update_tile(weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC, GROUPED)

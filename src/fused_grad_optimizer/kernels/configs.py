@@ -40,10 +40,10 @@ class HopperConfig:
 
     Attributes:
         stages: operand stages in shared memory.
-        slots: units of the accumulator, [64, 64] fp32, in shared memory; at least one for each updater.
-        state_slots: blocks of W and states, [state_rows, 64], in shared memory, for each updater.
+        slots: units of the accumulator, [64, 128] fp32, in shared memory.
+        state_slots: blocks of W and states, [state_rows, 128], in shared memory; at least one for each updater.
         update_warps: of each updater; update_registers: of each of its threads. mma_registers: of the four mma warps.
-        instruction: columns of one wgmma. 128 need fewer operand reads, but more registers than are left.
+        instruction: columns of one wgmma. With 128 shared memory is read for operands a quarter less often than with 64.
     """
 
     state_slots: int
@@ -51,13 +51,13 @@ class HopperConfig:
     block_k: int = 128
     block_t: int = 32
     group: int = 8
-    stages: int = 8
-    slots: int = 3
-    state_rows: int = 32
-    update_warps: int = 8
-    update_registers: int = 72
-    mma_registers: int = 168
-    instruction: int = 64
+    stages: int = 7
+    slots: int = 2
+    state_rows: int = 16
+    update_warps: int = 4
+    update_registers: int = 136
+    mma_registers: int = 216
+    instruction: int = 128
 
 
 @dataclass(frozen=True)
@@ -68,27 +68,23 @@ class ChunkConfig:
 
 
 _SHARED_MEMORY = 224 << 10  # of a Hopper SM, less some KiB for barriers
-_MOST_STATE_BYTES = 48 << 10
-_FEW_TOKENS, _SOME_TOKENS = 256, 512
+_FEW_TOKENS = 512
 
 
 def hopper_config(element_bytes: int, tokens: int | None = None) -> HopperConfig:
     """Configuration for a weight and states of `element_bytes` bytes a parameter (6 for AdamW all in bf16).
 
-    Shared memory goes to what bounds the launch, as measured on an H200: with few tokens the stream of states, with
-    many the operands; up to 512 a ring that holds all units of a tile lets the tensor cores run on into the next one.
-    One state slot instead of two costs 30%: the updater waits for every load.
+    Shared memory goes to what bounds the launch, as measured on an H200: with few tokens the stream of states, 48 KiB
+    of which are kept in flight; with many the operands, which wait behind the states where more than 24 KiB are. Half
+    as much for few tokens costs 15 to 20%, twice as much for many 9%.
     """
-    base = HopperConfig(state_slots=1)
-    tokens = tokens or _FEW_TOKENS
-    block = 2 * base.state_rows * 64 * element_bytes  # of W and states, one for each updater
-    most = 4 if tokens <= _FEW_TOKENS else 2
-    state_slots = max(2, min(most, _MOST_STATE_BYTES // block))
-    wide = state_slots * block > _MOST_STATE_BYTES
-    slots = 4 if tokens <= _SOME_TOKENS and not wide else 3
-    left = _SHARED_MEMORY - state_slots * block - slots * (64 * 64 * 4)
-    stages = min(9, left // (base.block_t * (base.block_n + base.block_k) * 2))
-    return HopperConfig(state_slots=state_slots, slots=slots, stages=stages)
+    base = HopperConfig(state_slots=2)
+    few = tokens is None or tokens <= _FEW_TOKENS
+    block = base.state_rows * 128 * element_bytes
+    state_slots = max(2, (48 << 10 if few else 24 << 10) // block)
+    left = _SHARED_MEMORY - state_slots * block - base.slots * (64 * 128 * 4)
+    stages = min(8, left // (base.block_t * (base.block_n + base.block_k) * 2))
+    return HopperConfig(state_slots=state_slots, stages=stages)
 
 
 # `wgrad_step`. None of these spills registers, with any rule and storage, on sm_80 to sm_120; operand stages take at
@@ -141,14 +137,13 @@ def gemm_config(
 
 
 # What `forge bench tune` times: fields that differ from the configuration above, for each path. Of the Hopper kernel
-# other rings, registers and tiles were never 1% faster where it was measured, but for the order of tiles and, with few
-# tokens, flat ones.
+# other rings, registers and tiles were never 1% faster where it was measured, but for the order of tiles.
 CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
     HOPPER: (
         {},
+        {"group": 1},
         {"group": 4},
         {"group": 16},
-        {"group": 4, "block_n": 64, "block_k": 256, "stages": 5, "slots": 4},
     ),
     PORTABLE: ({},),
     CHUNKED: ({},),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from contextlib import AbstractContextManager
 from functools import cache
@@ -84,14 +85,14 @@ class CudaDriver:
 
     def knows_maps(self, meta: dict[str, Any]) -> bool:
         """Whether at the `address` of a map by Triton is what the driver itself makes of the same values."""
-        box, stride = meta["block_size"], 4096
-        if not _map_offset() or len(box) != 2:
+        if not _map_offset():
             return False
-        shape = [4 * box[0], 4 * box[1]]
-        tensor_map = self.encode(meta, 1 << 20, shape, [stride, 1])  # alive while its memory is read
+        shape = [4 * size for size in meta["block_size"]]
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        tensor_map = self.encode(meta, 1 << 20, shape, strides)  # alive while its memory is read
         ours = list((ctypes.c_uint64 * 16).from_address(self.address(tensor_map)))
-        over_zeros = self._encoded_over(0x00, meta, shape, stride)
-        over_ones = self._encoded_over(0xFF, meta, shape, stride)
+        over_zeros = self._encoded_over(0x00, meta, shape, strides)
+        over_ones = self._encoded_over(0xFF, meta, shape, strides)
         if over_zeros is None or over_ones is None:
             return False
         # bits that the driver leaves as they were are none of its map
@@ -99,16 +100,18 @@ class CudaDriver:
         differ[1] &= ~_SMALL_TENSOR
         return not any(differ)
 
-    def _encoded_over(self, fill: int, meta: dict[str, Any], shape: list[int], stride: int) -> list[int] | None:
+    def _encoded_over(self, fill: int, meta: dict[str, Any], shape: list[int], strides: list[int]) -> list[int] | None:
         """The driver's map of a tensor at 1 MiB, written over bytes of value `fill`; None if it refuses."""
-        box, size = meta["block_size"], meta["elem_size"]
+        box, size, rank = meta["block_size"], meta["elem_size"], len(shape)
         memory = (ctypes.c_ubyte * (2 * _MAP_BYTES))(*[fill] * (2 * _MAP_BYTES))
         base = ctypes.addressof(memory)
         base += -base % _MAP_BYTES
         status = self._library.cuTensorMapEncodeTiled(
-            ctypes.c_void_p(base), _triton_maps()[1][meta["elem_type"]], 2, ctypes.c_void_p(1 << 20),
-            (ctypes.c_uint64 * 2)(*reversed(shape)), (ctypes.c_uint64 * 1)(stride * size),
-            (ctypes.c_uint32 * 2)(*reversed(box)), (ctypes.c_uint32 * 2)(1, 1), 0, meta["swizzle"], _L2_128B, 0,
+            ctypes.c_void_p(base), _triton_maps()[1][meta["elem_type"]], rank, ctypes.c_void_p(1 << 20),
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * (rank - 1))(*[stride * size for stride in reversed(strides[:-1])]),
+            (ctypes.c_uint32 * rank)(*reversed(box)), (ctypes.c_uint32 * rank)(*[1] * rank), 0, meta["swizzle"],
+            _L2_128B, 0,
         )  # fmt: skip
         return None if status else list((ctypes.c_uint64 * 16).from_address(base))
 

@@ -145,8 +145,8 @@ def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, in
 def shared_memory(config: HopperConfig, element_bytes: int) -> int:
     """Bytes that the rings of the Hopper kernel take: operands in 16 bits, units in fp32, W and states."""
     operands = config.stages * config.block_t * (config.block_n + config.block_k) * 2
-    units = config.slots * 64 * 64 * 4
-    return operands + units + 2 * config.state_slots * config.state_rows * 64 * element_bytes
+    units = config.slots * 64 * 128 * 4
+    return operands + units + config.state_slots * config.state_rows * 128 * element_bytes
 
 
 def fits(choice: tuning.Choice, targets: Sequence[torch.Tensor], tokens: int) -> bool:

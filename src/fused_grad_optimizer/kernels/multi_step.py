@@ -61,7 +61,7 @@ def multi_step_kernel(
     COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """The rule for one block of one parameter; `weight`, `states` and `gradient` only give the dtypes.
 
@@ -94,7 +94,7 @@ def multi_step_kernel(
     g = tl.zeros((BLOCK,), dtype=tl.float32)  # as in param_step: 0 + -0 is 0
     g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
     h = load_scalars(scalars, SCALARS)
-    step_tile(w, kept, offsets, offsets, mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)
+    step_tile(w, kept, offsets, offsets, mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, GROUPED)
 
 
 def _table(weights, states, gradients, parameters, device) -> tuple[torch.Tensor, bool]:
@@ -160,7 +160,7 @@ def launch(
         COLUMNS=columns,
         ALIGNED=aligned,
         BLOCK=MULTI_BLOCK,
-        PAIRED=True,
+        GROUPED=True,
         num_warps=4,
         enable_fp_fusion=False,  # see wgrad_step
     )

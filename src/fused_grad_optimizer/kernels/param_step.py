@@ -9,11 +9,13 @@ bits are those `wgrad_step` uses for the same element.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from fused_grad_optimizer.kernels import launcher
+from fused_grad_optimizer.kernels import interpreting, launcher
 from fused_grad_optimizer.kernels._device import load_scalars, step_tile
 from fused_grad_optimizer.kernels.configs import PARAM_BLOCK, ROW_BLOCK
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -51,7 +53,7 @@ def param_step_kernel(
     STOCHASTIC: tl.constexpr,
     SCALARS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     if flag is not None:
         if tl.load(flag) != 0:
@@ -74,7 +76,15 @@ def param_step_kernel(
         g += tl.load(dense + offsets, mask=mask, other=0.0).to(tl.float32)
     h = load_scalars(scalars, SCALARS)
     index = offsets.to(tl.int32)
-    step_tile(weight, states, offsets, index, mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED)
+    step_tile(weight, states, offsets, index, mask, g, h, keys, parameter, RULE, STORES, STOCHASTIC, GROUPED)
+
+
+def launch_options() -> dict[str, Any]:
+    """Warps and registers: left to itself, ptxas spills one register of one variant to have more blocks resident."""
+    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # fusion: see wgrad_step
+    if torch.version.hip is None and not interpreting():
+        options["maxnreg"] = 64
+    return options
 
 
 def launch(
@@ -119,9 +129,8 @@ def launch(
         "STOCHASTIC": stochastic,
         "SCALARS": scalars.numel(),
         "BLOCK": block,
-        "PAIRED": block > 1 and start % 2 == 0,
-        "num_warps": 4,
-        "enable_fp_fusion": False,  # see wgrad_step
+        "GROUPED": block > 2 and start % 4 == 0,
+        **launch_options(),
     }
     launcher.launch(param_step_kernel, (triton.cdiv(count, block),), positional, constants)
 

@@ -18,12 +18,12 @@ from fused_grad_optimizer.rules import Update
 from fused_grad_optimizer.storage import STORAGES
 from fused_grad_optimizer.storage.rounding import (
     MULTIPLIERS,
+    four_index,
     halves,
-    hash_pairs,
-    pair_index,
+    hash_fours,
     parameter_keys,
     round_bits,
-    spread,
+    words_of_pairs,
 )
 
 # Elements of one block. Measured on a 50M-parameter Llama on two cores: smaller blocks slow the GEMM, larger ones
@@ -80,8 +80,7 @@ def _rule(update: Update, scalars: int) -> Elementwise:
     return Elementwise(update.twin, scalars, 2 + len(update.states), [0, *range(2, 2 + len(update.states))])
 
 
-_HASH = Elementwise(lambda keys, pair: hash_pairs(pair, *keys), 2, 1, [0])
-_SPREAD = Elementwise(lambda multiplier, word: spread(word, *multiplier), 1, 1, [None])
+_HASH = Elementwise(lambda keys, four: hash_fours(four, *keys), 2, 1, [0])
 _ROUND = Elementwise(lambda _, bits, random: round_bits(bits, random), 0, 2, [0])
 
 
@@ -106,7 +105,7 @@ def step_block(
             continue
         if words is not None and STORAGES[name].stochastic:
             single = value if dtype == torch.float32 else value.to(torch.float32)
-            _round(single, words, i, first % 2)
+            _round(single, words, i, first % 4)
             tensor.copy_(single)
         else:
             tensor.copy_(value)
@@ -120,21 +119,26 @@ def _take_like(block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 
 
 def _hash(first: int, like: torch.Tensor, target: Target, keys: tuple[int, int]) -> torch.Tensor | None:
-    """The word of each pair that a block beginning at element `first` touches, where a storage needs it."""
+    """The words of all pairs of the fours that a block beginning at element `first` touches, where a storage needs it."""
     if not any(STORAGES[name].stochastic for name in target.storages):
         return None
-    pairs = (first + like.numel() + 1) // 2 - first // 2
-    words = WORKSPACE.take((pairs,), torch.int32, like.device)
-    _HASH(parameter_keys(keys, target.parameter), [pair_index(first // 2, pairs, like.device, out=words)])
+    count = (first + like.numel() + 3) // 4 - first // 4
+    fours = WORKSPACE.take((count,), torch.int32, like.device)
+    _HASH(parameter_keys(keys, target.parameter), [four_index(first // 4, count, like.device, out=fours)])
+    words = words_of_pairs(fours, out=WORKSPACE.take((2 * count,), torch.int32, like.device))
+    WORKSPACE.give(fours)
     return words
 
 
-def _round(block: torch.Tensor, words: torch.Tensor, storage: int, odd: int) -> None:
-    """Round an fp32 block stochastically to bf16 values, in place; `odd`: it begins in the middle of a pair."""
-    own = _SPREAD((MULTIPLIERS[storage],), [words])[0] if storage else words
+def _round(block: torch.Tensor, words: torch.Tensor, storage: int, skip: int) -> None:
+    """Round an fp32 block stochastically to bf16 values, in place; `skip`: elements of the first four before it."""
+    own = words
+    if storage:
+        own = WORKSPACE.take(words.shape, torch.int32, words.device)
+        torch.mul(words, MULTIPLIERS[storage], out=own)
     random = WORKSPACE.take((2 * words.numel(),), torch.int32, words.device)
     halves(own, out=random)
-    _ROUND((), [block.view(torch.int32), random[odd : odd + block.numel()].view(block.shape)])
+    _ROUND((), [block.view(torch.int32), random[skip : skip + block.numel()].view(block.shape)])
     WORKSPACE.give(random)
     if storage:
         WORKSPACE.give(own)

@@ -108,7 +108,7 @@ def _store_pieces(
 def _step_pieces(
     pieces, weight, states, row_map, row_sums, dense, scale, scalars, keys, rows, start, n, k, row_start, parameter,
     RULE: tl.constexpr, STORES: tl.constexpr, STOCHASTIC: tl.constexpr, SCALARS: tl.constexpr, WIDTH: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
     """The rule on each piece."""
     for i in tl.static_range(len(pieces)):
@@ -120,7 +120,7 @@ def _step_pieces(
         h = load_scalars(scalars, SCALARS)  # for each piece again: they come from L1, and free the registers between
         index = offsets.to(tl.int32)
         update_tile(
-            weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC, PAIRED
+            weight, states, offsets, index, mask, values, g, h, keys, parameter, RULE, STORES, STOCHASTIC, GROUPED
         )
 
 
@@ -158,7 +158,7 @@ def wgrad_step_kernel(
     STORE_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -169,7 +169,7 @@ def wgrad_step_kernel(
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
     `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens,
-    row stride of dY, row stride of X) is None for a single segment. PAIRED: k is even. `flag` (int32): a value other
+    row stride of dY, row stride of X) is None for a single segment. GROUPED: k is a multiple of 4. `flag` (int32): a value other
     than 0 leaves everything untouched.
     """
     if flag is not None:
@@ -204,7 +204,7 @@ def wgrad_step_kernel(
     else:
         _step_pieces(
             pieces, weight, states, row_map, row_sums, dense, scale, scalars, keys, rows, start, n, k, row_start,
-            parameter, RULE, STORES, STOCHASTIC, SCALARS, PIECE, PAIRED,
+            parameter, RULE, STORES, STOCHASTIC, SCALARS, PIECE, GROUPED,
         )  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def launch(
         "STORE_ONLY": target is None,
         "PRECISION": precision,
         "ALIGNED": table is not None and aligned,
-        "PAIRED": k % 2 == 0,
+        "GROUPED": k % 4 == 0,
         **launch_options(config, gradient, [target.weight, *target.states] if target is not None else []),
     }
     through(wgrad_step_kernel, grid, positional, constants)

@@ -62,18 +62,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_grad_optimizer.kernels import launcher
-from fused_grad_optimizer.kernels._device import hash_pairs, load_scalars, parameter_keys, random_halves
+from fused_grad_optimizer.kernels._device import load_scalars, parameter_keys, random_halves, words_of_fours
 from fused_grad_optimizer.kernels._gluon import role_barrier, tma_load
 from fused_grad_optimizer.kernels.configs import HopperConfig
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
-UNIT = gl.constexpr(64)  # rows and columns of the accumulator handed over at a time: 128 bytes of a bf16 row
 UPDATERS = gl.constexpr(2)
+UNIT_ROWS = gl.constexpr(64)  # of the accumulator, handed over at a time
+UNIT_COLUMNS = gl.constexpr(128)  # and of a block of W and states: 256 bytes of a bf16 row
 # Where row r, column c of a unit is, by bits of the address: the 16-byte pieces of a row change places, so that stores
 # from wgmma's layout (8 bytes of four neighbouring rows) and loads of 32 bytes a thread meet on no bank.
 UNIT_LAYOUT = gl.constexpr(
     gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [4, 0], [8, 0], [16, 0], [32, 0]]
+        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [0, 64], [4, 0], [8, 0], [16, 0], [32, 0]]
     )
 )
 MOST_PAIRS = 4  # (dY, X)
@@ -81,41 +82,53 @@ MOST_STATES = 3
 
 
 @gluon.jit
-def _tile_of(tile, tiles, GROUP: gl.constexpr):
-    """Grouped order: GROUP row-tiles share the columns of X while they are in L2."""
-    tiles_n, tiles_k = tiles
-    per_group = GROUP * tiles_k
-    group = tile // per_group
-    first = group * GROUP
-    size = min(tiles_n - first, GROUP)
-    return first + (tile % per_group) % size, (tile % per_group) // size
+def _divide(a, b):
+    """a // b and a % b of numbers that are not negative: unsigned division takes half the instructions."""
+    quotient = (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+    return quotient, a - quotient * b
 
 
 @gluon.jit
-def _load_segment(i, dy, x, tokens, row, column, stages):
-    """All operand stages of one (dY, X) pair for one tile; `i` counts the stages of the whole launch."""
+def _tile_of(tile, tiles, GROUP: gl.constexpr):
+    """Grouped order: GROUP row-tiles share the columns of X while they are in L2."""
+    tiles_n, tiles_k = tiles
+    group, rest = _divide(tile, GROUP * tiles_k)
+    first = group * GROUP
+    column, row = _divide(rest, min(tiles_n - first, GROUP))
+    return first + row, column
+
+
+@gluon.jit
+def _next(slot, phase, COUNT: gl.constexpr):
+    """The slot of a ring after `slot`, and the parity of its round."""
+    wraps = slot == COUNT - 1
+    return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load_segment(stage, phase, dy, x, tokens, row, column, stages):
+    """All operand stages of one (dY, X) pair for one tile, from `stage` on; returns the next one."""
     operands_dy, operands_x, full, empty = stages
-    STAGES: gl.constexpr = operands_dy.shape[0]
     BLOCK_T: gl.constexpr = operands_dy.shape[1]
     for t in range(0, tokens, BLOCK_T):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BLOCK_T * (operands_dy.shape[2] + operands_x.shape[2]) * 2)
         tma_load(dy, [t, row], full.index(stage), operands_dy.index(stage))
         tma_load(x, [t, column], full.index(stage), operands_x.index(stage))
-        i += 1
-    return i
+        stage, phase = _next(stage, phase, operands_dy.shape[0])
+    return stage, phase
 
 
 @gluon.jit
 def _load_role(dys, xs, tokens, stages, tiles, GROUP: gl.constexpr, PAIRS: gl.constexpr):
     operands_dy, operands_x, full, empty = stages
-    i = 0
+    stage = 0
+    phase = 0
     for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
         tile_n, tile_k = _tile_of(tile, tiles, GROUP)
+        row, column = tile_n * operands_dy.shape[2], tile_k * operands_x.shape[2]
         for s in gl.static_range(PAIRS):
-            row = tile_n * operands_dy.shape[2]
-            i = _load_segment(i, dys[s], xs[s], tokens[s], row, tile_k * operands_x.shape[2], stages)
+            stage, phase = _load_segment(stage, phase, dys[s], xs[s], tokens[s], row, column, stages)
 
 
 @gluon.jit
@@ -123,14 +136,14 @@ def _hand_over(acc, u, ring):
     """The accumulator into the ring, unit by unit; halved again and again, which moves no data between threads."""
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
-    if M > UNIT:
+    if M > UNIT_ROWS:
         upper, lower = gl.split(acc.reshape((2, M // 2, N)).permute((1, 2, 0)))
         _hand_over(upper, u, ring)
-        _hand_over(lower, u + M * N // (2 * UNIT * UNIT), ring)
-    elif N > UNIT:
+        _hand_over(lower, u + M * N // (2 * UNIT_ROWS * UNIT_COLUMNS), ring)
+    elif N > UNIT_COLUMNS:
         left, right = gl.split(acc.reshape((M, 2, N // 2)).permute((0, 2, 1)))
         _hand_over(left, u, ring)
-        _hand_over(right, u + N // (2 * UNIT), ring)
+        _hand_over(right, u + N // (2 * UNIT_COLUMNS), ring)
     else:
         units, full, empty = ring
         slot = u % units.shape[0]
@@ -147,89 +160,146 @@ def _mma_role(stages, ring, tiles, stages_of_tile, INSTRUCTION: gl.constexpr):
     BLOCK_N: gl.constexpr = operands_dy.shape[2]
     BLOCK_K: gl.constexpr = operands_x.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, INSTRUCTION, 16])
-    i = 0
+    stage = 0
+    phase = 0
+    before = 0
     u = 0
     for _ in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
         acc = gl.zeros((BLOCK_N, BLOCK_K), gl.float32, layout)
         for t in range(stages_of_tile):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(full.index(stage), phase)
             acc = warpgroup_mma(
                 operands_dy.index(stage).permute((1, 0)), operands_x.index(stage), acc, use_acc=t > 0, is_async=True
             )
             acc = warpgroup_mma_wait(1, deps=(acc,))
             # the product before this one is done: its stage is free
-            mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=t > 0)
-            i += 1
+            mbarrier.arrive(empty.index(before), count=1, pred=t > 0)
+            before = stage
+            stage, phase = _next(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(empty.index(before), count=1)
         _hand_over(acc, u, ring)
-        u += BLOCK_N * BLOCK_K // (UNIT * UNIT)
+        u += _units(BLOCK_N, BLOCK_K)
+
+
+@gluon.constexpr_function
+def _units(block_n, block_k):
+    """Of a tile."""
+    return block_n // UNIT_ROWS * (block_k // UNIT_COLUMNS)
 
 
 @gluon.jit
-def _units(tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
-    """How many units this program updates."""
-    count = (tiles[0] * tiles[1] - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
-    return count * (BLOCK_N * BLOCK_K // (UNIT * UNIT))
-
-
-@gluon.jit
-def _place(u, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr):
-    """First row and column of the u-th unit of this program, in the order in which they are handed over."""
-    COLUMNS: gl.constexpr = BLOCK_K // UNIT
-    UNITS: gl.constexpr = BLOCK_N // UNIT * COLUMNS
-    tile_n, tile_k = _tile_of(gl.program_id(0) + (u // UNITS) * gl.num_programs(0), tiles, GROUP)
-    return tile_n * BLOCK_N + (u % UNITS) // COLUMNS * UNIT, tile_k * BLOCK_K + u % COLUMNS * UNIT
+def _place(tile_n, tile_k, unit, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+    """First row and column of a unit of a tile, in the order in which they are handed over."""
+    COLUMNS: gl.constexpr = BLOCK_K // UNIT_COLUMNS
+    return tile_n * BLOCK_N + unit // COLUMNS * UNIT_ROWS, tile_k * BLOCK_K + unit % COLUMNS * UNIT_COLUMNS
 
 
 @gluon.constexpr_function
 def _bytes_of_slot(slots):
-    return sum(s.shape[1] * s.shape[2] * s.dtype.primitive_bitwidth // 8 for s in slots)
+    bits = 0
+    for s in slots:
+        elements = s.dtype.primitive_bitwidth
+        for size in s.shape[1:]:
+            elements *= size
+        bits += elements
+    return bits // 8
+
+
+@gluon.jit
+def _load_block(source, row, column, full, block):
+    if len(block.shape) == 3:
+        tma_load(source, [row, column // block.shape[2], 0], full, block)
+    else:
+        tma_load(source, [row, column], full, block)
 
 
 @gluon.jit
 def _state_role(sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr):
-    """W and states of this program's tiles: block by block, for all updaters in turn."""
+    """W and states of this program's tiles, block by block."""
     slots, full, empty = states
     if len(slots) > 0:
-        COUNT: gl.constexpr = slots[0].shape[0] // UPDATERS
+        COUNT: gl.constexpr = slots[0].shape[0]
         ROWS: gl.constexpr = slots[0].shape[1]
         BYTES: gl.constexpr = _bytes_of_slot(slots)
-        for first in range(0, _units(tiles, BLOCK_N, BLOCK_K), UPDATERS):
-            for b in gl.static_range(UNIT // ROWS):
-                i = first // UPDATERS * (UNIT // ROWS) + b
-                for p in gl.static_range(UPDATERS):
-                    row, column = _place(first + p, tiles, BLOCK_N, BLOCK_K, GROUP)
-                    slot = p * COUNT + i % COUNT
-                    mbarrier.wait(empty.index(slot), ((i // COUNT) & 1) ^ 1)
+        slot = 0
+        phase = 0
+        for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
+            tile_n, tile_k = _tile_of(tile, tiles, GROUP)
+            for unit in range(_units(BLOCK_N, BLOCK_K)):
+                row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K)
+                for b in gl.static_range(UNIT_ROWS // ROWS):
+                    mbarrier.wait(empty.index(slot), phase ^ 1)
                     mbarrier.expect(full.index(slot), BYTES)
                     for s in gl.static_range(len(slots)):
-                        tma_load(sources[s], [row + b * ROWS, column], full.index(slot), slots[s].index(slot))
+                        _load_block(sources[s], row + b * ROWS, column, full.index(slot), slots[s].index(slot))
+                    slot, phase = _next(slot, phase, COUNT)
+
+
+# Of a block of 128 columns in the updaters' registers, and of numbers that belong to two or four neighbours of it: with
+# the same threads.
+@gluon.constexpr_function
+def _layout(elements, warps):
+    return gl.BlockedLayout([1, 8 // elements], [2, 16], [warps, 1], [1, 0])
 
 
 @gluon.jit
-def _store(targets, offsets, mask, results, pair, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
-    """Results to memory, with the random bits of `_device.step_tile` for the same elements."""
-    word = pair
+def _interleaved(even, odd, LAYOUT: gl.constexpr):
+    """Two tiles [rows, columns] -> [rows, 2 * columns]. Nothing moves between threads."""
+    both = gl.join(even, odd).reshape((even.shape[0], 2 * even.shape[1]))
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _offsets(stride, ROWS: gl.constexpr, ELEMENTS: gl.constexpr):
+    """Numbers of rows and columns of a block, counted in ELEMENTS neighbours, and offsets by a row stride."""
+    LAYOUT: gl.constexpr = _layout(ELEMENTS, gl.num_warps())
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, UNIT_COLUMNS // ELEMENTS, layout=gl.SliceLayout(0, LAYOUT))
+    return rows, columns, rows[:, None] * (stride // ELEMENTS) + columns[None, :]
+
+
+@gluon.jit
+def _store(targets, offsets, mask, results, four, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
+    """Results to memory, with the random bits of `_device.update_tile` for the same elements."""
+    LAYOUT: gl.constexpr = _layout(1, gl.num_warps())
+    LAYOUT_OF_PAIRS: gl.constexpr = _layout(2, gl.num_warps())
+    bits = four
     if STOCHASTIC:
-        word = hash_pairs(pair & 0x7FFFFFFF, key0, key1)
+        first, second = words_of_fours(four, key0, key1)
+        word = _interleaved(first, second, LAYOUT_OF_PAIRS)
     for s in gl.static_range(len(targets)):
-        even, odd = random_halves(word, s)
-        bits = gl.convert_layout(gl.join(even, odd).reshape(offsets.shape), offsets.type.layout, assert_trivial=True)
+        if STOCHASTIC:
+            even, odd = random_halves(word, s)
+            bits = _interleaved(even, odd, LAYOUT)  # type: ignore[assignment]
         STORES[s](targets[s] + offsets, mask, results[s], bits)
 
 
 @gluon.jit
-def _read_states(states, i, UPDATER: gl.constexpr, layout: gl.constexpr):
-    """The i-th block of this updater in fp32, and its slot."""
+def _read_block(block, LAYOUT: gl.constexpr):
+    """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in `_folded`."""
+    if len(block.shape) == 3:
+        LANE: gl.constexpr = block.shape[2]
+        folded: gl.constexpr = gl.BlockedLayout(
+            [1, 1, 8], [2, UNIT_COLUMNS // LANE, LANE // 8], [gl.num_warps(), 1, 1], [2, 1, 0]
+        )
+        found = block.load(folded).reshape((block.shape[0], UNIT_COLUMNS))
+        value = gl.convert_layout(found, LAYOUT, assert_trivial=True)
+    else:
+        value = block.load(LAYOUT)
+    return value.to(gl.float32)
+
+
+@gluon.jit
+def _read_states(states, i, LAYOUT: gl.constexpr):
+    """The i-th block in fp32, and its slot."""
     slots, full, empty = states
-    COUNT: gl.constexpr = slots[0].shape[0] // UPDATERS
-    slot = UPDATER * COUNT + i % COUNT
+    COUNT: gl.constexpr = slots[0].shape[0]
+    slot = i % COUNT
     mbarrier.wait(full.index(slot), (i // COUNT) & 1)
     values = ()
     for s in gl.static_range(len(slots)):
-        values = values + (slots[s].index(slot).load(layout).to(gl.float32),)  # type: ignore[assignment]
+        values = values + (_read_block(slots[s].index(slot), LAYOUT),)  # type: ignore[assignment]
     return values, slot
 
 
@@ -239,52 +309,51 @@ def _update_role(
     STORES: gl.constexpr, STOCHASTIC: gl.constexpr, SCALARS: gl.constexpr, EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """The rule (None: store g as it is) on every UPDATERS-th unit of this program's tiles."""
+    """The rule (None: store g as it is) on every UPDATERS-th block of this program's tiles."""
     units, full, empty = ring
     SLOTS: gl.constexpr = units.shape[0]
-    BLOCKS: gl.constexpr = UNIT // ROWS
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    columns = gl.arange(0, UNIT, layout=gl.SliceLayout(0, layout))
-    local = rows[:, None] * k + columns[None, :]
-    halved: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])  # for pairs of columns
-    pair_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, halved))
-    pair_columns = gl.arange(0, UNIT // 2, layout=gl.SliceLayout(0, halved))
-    pairs = pair_rows[:, None] * (k // 2) + pair_columns[None, :]
+    BLOCKS: gl.constexpr = UNIT_ROWS // ROWS
+    LAYOUT: gl.constexpr = _layout(1, gl.num_warps())
+    rows, columns, local = _offsets(k, ROWS, 1)
+    _, _, fours = _offsets(k, ROWS, 4)
     factor = gl.load(scale).to(gl.float32) if scale is not None else 1.0
     key0, key1 = 0, 0
     if RULE is not None:
         h = load_scalars(scalars, SCALARS)
     if STOCHASTIC:
         key0, key1 = parameter_keys(keys, parameter)
-    for u in range(UPDATER, _units(tiles, BLOCK_N, BLOCK_K), UPDATERS):
-        row, column = _place(u, tiles, BLOCK_N, BLOCK_K, GROUP)
-        mbarrier.wait(full.index(u % SLOTS), (u // SLOTS) & 1)
-        for b in gl.static_range(BLOCKS):
-            if RULE is not None:
-                values, slot = _read_states(states, u // UPDATERS * BLOCKS + b, UPDATER, layout)
-            g = units.index(u % SLOTS).slice(b * ROWS, ROWS, dim=0).load(layout)
-            if RULE is not None:
-                fence_async_shared()  # the reads are done, not only issued, before TMA may overwrite the slot
-            role_barrier()
-            if RULE is not None:
-                mbarrier.arrive(states[2].index(slot), count=1)
-            if b == BLOCKS - 1:
-                mbarrier.arrive(empty.index(u % SLOTS), count=1)
-            if scale is not None:
-                g = g * factor
-            r = row + b * ROWS
-            base = r.to(gl.int64) * k + column
-            # of an even weight all is inside: a condition that is known to hold leaves no predicates
-            mask = (rows >= 0)[:, None] & (columns >= 0)[None, :]
-            if not EVEN:
-                mask = (r + rows < n)[:, None] & (column + columns < k)[None, :]
-            if RULE is not None:
-                results = RULE(h, values[0], g, *values[1:])
-                pair = (base >> 1).to(gl.int32) + pairs
-                _store(targets, base + local, mask, results, pair, key0, key1, STORES, STOCHASTIC)
-            else:
-                gl.store(targets[0] + base + local, g, mask=mask)
+    u = 0
+    for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
+        tile_n, tile_k = _tile_of(tile, tiles, GROUP)
+        for unit in range(_units(BLOCK_N, BLOCK_K)):
+            row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K)
+            mbarrier.wait(full.index(u % SLOTS), (u // SLOTS) & 1)
+            for b in gl.static_range(UPDATER, BLOCKS, UPDATERS):
+                if RULE is not None:
+                    values, slot = _read_states(states, u * BLOCKS + b, LAYOUT)
+                g = units.index(u % SLOTS).slice(b * ROWS, ROWS, dim=0).load(LAYOUT)
+                if RULE is not None:
+                    fence_async_shared()  # the reads are done, not only issued, before TMA may overwrite the slot
+                role_barrier()
+                if RULE is not None:
+                    mbarrier.arrive(states[2].index(slot), count=1)
+                if b >= BLOCKS - UPDATERS:
+                    mbarrier.arrive(empty.index(u % SLOTS), count=1)
+                if scale is not None:
+                    g = g * factor
+                r = row + b * ROWS
+                base = r.to(gl.int64) * k + column
+                # of an even weight all is inside: a condition that is known to hold leaves no predicates
+                mask = (rows >= 0)[:, None] & (columns >= 0)[None, :]
+                if not EVEN:
+                    mask = (r + rows < n)[:, None] & (column + columns < k)[None, :]
+                if RULE is not None:
+                    results = RULE(h, values[0], g, *values[1:])
+                    four = (base >> 2).to(gl.int32) + fours
+                    _store(targets, base + local, mask, results, four, key0, key1, STORES, STOCHASTIC)
+                else:
+                    gl.store(targets[0] + base + local, g, mask=mask)
+            u += 1
 
 
 def _repr(specialization):
@@ -300,20 +369,21 @@ def _launch_metadata(grid, kernel, args):
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    """`COUNT` mbarriers, each of one arrival a phase."""
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """`COUNT` mbarriers, each of ARRIVALS a phase."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
 
 
 @gluon.jit
-def _state_ring(sources, COUNT: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr):
-    """Slots for the first COUNT of W and states."""
+def _state_ring(sources, COUNT: gl.constexpr, SLOTS: gl.constexpr):
+    """Slots for a block of each of the first COUNT of W and states."""
     slots = ()
     for s in gl.static_range(COUNT):
-        slots = slots + (gl.allocate_shared_memory(sources[s].dtype, [SLOTS, ROWS, UNIT], sources[s].layout),)  # type: ignore[assignment]
+        slot = gl.allocate_shared_memory(sources[s].dtype, [SLOTS] + sources[s].block_type.shape, sources[s].layout)
+        slots = slots + (slot,)  # type: ignore[assignment]
     return slots
 
 
@@ -334,11 +404,11 @@ def wgrad_step_hopper_kernel(
     operands_dy = gl.allocate_shared_memory(dy0.dtype, [STAGES, BLOCK_T, BLOCK_N], dy0.layout)
     operands_x = gl.allocate_shared_memory(x0.dtype, [STAGES, BLOCK_T, BLOCK_K], x0.layout)
     stages = (operands_dy, operands_x, _barriers(STAGES), _barriers(STAGES))
-    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT, UNIT], UNIT_LAYOUT)
-    ring = (units, _barriers(SLOTS), _barriers(SLOTS))
+    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT_ROWS, UNIT_COLUMNS], UNIT_LAYOUT)
+    ring = (units, _barriers(SLOTS), _barriers(SLOTS, UPDATERS))
     sources = (w, s0, s1, s2)
-    slots = _state_ring(sources, len(targets) if RULE is not None else 0, UPDATERS * STATE_SLOTS, STATE_ROWS)
-    states = (slots, _barriers(UPDATERS * STATE_SLOTS), _barriers(UPDATERS * STATE_SLOTS))
+    slots = _state_ring(sources, len(targets) if RULE is not None else 0, STATE_SLOTS)
+    states = (slots, _barriers(STATE_SLOTS), _barriers(STATE_SLOTS))
     tokens = (t0, t1, t2, t3)
     count = 0
     for s in gl.static_range(PAIRS):
@@ -382,13 +452,24 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 
 def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = _layout(rows, columns, tensor.dtype)
+    layout = _shared_layout(rows, columns, dtype=tensor.dtype)
     return TensorDescriptor(tensor, list(tensor.shape), [tensor.stride(0), 1], [rows, columns], layout)
 
 
+def _blocks(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Blocks of [rows, 128], folded to [rows, 128 / lane, lane] with lanes of 128 bytes, the most that TMA swizzles: so
+    a row's bytes are asked for together. Where the last lane would not be whole they come lane by lane."""
+    columns, lane = UNIT_COLUMNS.value, 128 // tensor.element_size()
+    n, k = tensor.shape
+    if k % lane:
+        return _descriptor(tensor, rows, columns)
+    layout = _shared_layout(rows, columns // lane, lane, dtype=tensor.dtype)
+    return TensorDescriptor(tensor, [n, k // lane, lane], [k, lane, 1], [rows, columns // lane, lane], layout)
+
+
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
+def _shared_layout(*shape: int, dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(shape), _DTYPES[dtype])
 
 
 def arguments(
@@ -413,7 +494,7 @@ def arguments(
         pairs += [_descriptor(x, config.block_t, config.block_k), dy.shape[0]]
     pairs += [None, None, 0] * (MOST_PAIRS - len(gradient.dys))
     targets = [target.weight, *target.states] if target is not None else []
-    sources = [_descriptor(t, config.state_rows, UNIT.value) for t in targets]
+    sources = [_blocks(t, config.state_rows) for t in targets]
     sources += [None] * (1 + MOST_STATES - len(sources))
     parameter = target.parameter if target is not None else 0
     constants = {

@@ -29,7 +29,7 @@ except ImportError:  # every rule still has its torch twin
 
 Hyper = Mapping[str, Any]
 
-# What an update may use of `tl`, besides operators and `divide`; the twin sees these names instead of Triton's.
+# What an update may use of `tl`, besides operators, `divide` and `fma`; the twin sees these names instead of Triton's.
 _TORCH_LANGUAGE = types.SimpleNamespace(sqrt=torch.sqrt, abs=torch.abs, where=torch.where, exp=torch.exp)
 
 
@@ -45,16 +45,26 @@ def _divide_anywhere(a, b):
     return a / b
 
 
+def fma(a, b, c):
+    """a * b + c, on NVIDIA GPUs in one instruction that rounds once; kernels do not contract `a * b + c` themselves."""
+    return tl.fma(a, b, c)
+
+
+def _multiply_and_add(a, b, c):
+    return a * b + c
+
+
 _ON_NVIDIA = triton is not None and torch.version.hip is None and os.environ.get("TRITON_INTERPRET", "0") != "1"
 if triton is not None:
     divide = triton.jit(divide if _ON_NVIDIA else _divide_anywhere)
+    fma = triton.jit(fma if _ON_NVIDIA else _multiply_and_add)
 
 
 def twin(function: Callable) -> Callable:
     """The same code object with `tl` bound to torch functions: runs on tensors of any dtype and device."""
     return types.FunctionType(
         function.__code__,
-        {**function.__globals__, "tl": _TORCH_LANGUAGE, "divide": _divide_anywhere},
+        {**function.__globals__, "tl": _TORCH_LANGUAGE, "divide": _divide_anywhere, "fma": _multiply_and_add},
         function.__name__,
     )
 

@@ -21,6 +21,7 @@ from fused_grad_optimizer.rules._rule import (
     check_betas,
     check_not_offered,
     divide,
+    fma,
     register_rule,
     tl,
     update,
@@ -70,19 +71,19 @@ def _adam_on_cpu(h, p, g, *states) -> bool:
 @update(states=("exp_avg", "exp_avg_sq"), scalars=_adamw_scalars, cpu=_adamw_on_cpu)
 def adamw(h, p, g, exp_avg, exp_avg_sq):
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
-    exp_avg = exp_avg * beta1 + g * one_minus_beta1
-    exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
-    p = p * decay - step_size * divide(exp_avg, tl.sqrt(exp_avg_sq) + eps)
+    exp_avg = fma(g, one_minus_beta1, exp_avg * beta1)
+    exp_avg_sq = fma(g * g, one_minus_beta2, exp_avg_sq * beta2)
+    p = fma(divide(exp_avg, tl.sqrt(exp_avg_sq) + eps), -step_size, p * decay)
     return p, exp_avg, exp_avg_sq
 
 
 @update(states=("exp_avg", "exp_avg_sq"), scalars=_adam_scalars, cpu=_adam_on_cpu)
 def adam(h, p, g, exp_avg, exp_avg_sq):
     weight_decay, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, eps = h
-    g = g + weight_decay * p
-    exp_avg = exp_avg * beta1 + g * one_minus_beta1
-    exp_avg_sq = exp_avg_sq * beta2 + g * g * one_minus_beta2
-    p = p - step_size * divide(exp_avg, tl.sqrt(exp_avg_sq) + eps)
+    g = fma(p, weight_decay, g)
+    exp_avg = fma(g, one_minus_beta1, exp_avg * beta1)
+    exp_avg_sq = fma(g * g, one_minus_beta2, exp_avg_sq * beta2)
+    p = fma(divide(exp_avg, tl.sqrt(exp_avg_sq) + eps), -step_size, p)
     return p, exp_avg, exp_avg_sq
 
 

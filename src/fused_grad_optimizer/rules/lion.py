@@ -10,6 +10,7 @@ from fused_grad_optimizer.rules._rule import (
     Rule,
     check_at_least_zero,
     check_betas,
+    fma,
     register_rule,
     tl,
     update,
@@ -25,11 +26,11 @@ def _scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]:
 @update(states=("exp_avg",), scalars=_scalars)
 def lion(h, p, g, exp_avg):
     decay, lr, beta1, one_minus_beta1, beta2, one_minus_beta2 = h
-    c = exp_avg * beta1 + g * one_minus_beta1
+    c = fma(g, one_minus_beta1, exp_avg * beta1)
     # sign(c), with sign(0) = 0
     c = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, c))
-    p = p * decay - lr * c
-    exp_avg = exp_avg * beta2 + g * one_minus_beta2
+    p = fma(c, -lr, p * decay)
+    exp_avg = fma(g, one_minus_beta2, exp_avg * beta2)
     return p, exp_avg
 
 

@@ -16,6 +16,7 @@ from fused_grad_optimizer.rules._rule import (
     check_at_least_zero,
     check_finite_numbers,
     check_not_offered,
+    fma,
     register_rule,
     update,
 )
@@ -35,16 +36,16 @@ def _momentum_scalars(hyper: Hyper, step: int, fresh: bool) -> tuple[float, ...]
 @update(states=(), scalars=_plain_scalars)
 def sgd(h, p, g):
     weight_decay, lr = h
-    p = p - lr * (g + weight_decay * p)
+    p = fma(fma(p, weight_decay, g), -lr, p)
     return (p,)
 
 
 @update(states=("momentum_buffer",), scalars=_momentum_scalars)
 def sgd_momentum(h, p, g, momentum_buffer):
     weight_decay, lr, momentum, kept, from_gradient, from_buffer = h
-    g = g + weight_decay * p
-    momentum_buffer = momentum_buffer * momentum + g * kept
-    p = p - lr * (g * from_gradient + momentum_buffer * from_buffer)
+    g = fma(p, weight_decay, g)
+    momentum_buffer = fma(g, kept, momentum_buffer * momentum)
+    p = fma(fma(momentum_buffer, from_buffer, g * from_gradient), -lr, p)
     return p, momentum_buffer
 
 

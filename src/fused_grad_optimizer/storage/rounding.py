@@ -1,9 +1,10 @@
 """Counter-based random bits and stochastic rounding, the same on every device.
 
 The bits of an element are a function of (seed, step, parameter, flat element index) alone: they do not depend on tile
-shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Two neighbours (flat indices 2i and
-2i + 1) share one hash, from which each storage (weight 0, first state 1, ...) takes a word of its own: the even element
-its lower half, the odd one its upper half.
+shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Four neighbours (flat indices 4i ..
+4i + 3) share one hash. It is the word of the first two, and multiplied by `SECOND` that of the others; each storage
+(weight 0, first state 1, ...) multiplies a pair's word by its own of `MULTIPLIERS` and gives the even element the lower
+half, the odd one the upper half.
 
 The mixing function is a 32-bit multiply-xorshift hash. Everything is int32 arithmetic that wraps, so that the torch
 form below and the Triton form in `kernels/` are the same operations.
@@ -43,9 +44,9 @@ def parameter_keys(keys: tuple[int, int], parameter: int) -> tuple[int, int]:
     return _signed(key0), _signed(key1)
 
 
-def hash_pairs(pair, key0, key1):
-    """An int32 word for each pair of elements, by its index. One code for int32 torch tensors and Triton tiles."""
-    x = pair + key0
+def hash_fours(four, key0, key1):
+    """An int32 word for each four elements, by their index. One code for int32 torch tensors and Triton tiles."""
+    x = four + key0
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 2146121005
     x = x ^ key1
@@ -54,23 +55,27 @@ def hash_pairs(pair, key0, key1):
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def spread(word, multiplier):
-    """Another word from the pair's hash: one for each storage but the first, by `MULTIPLIERS`."""
-    x = word * multiplier
-    return x ^ ((x >> 15) & 0x1FFFF)
+# All odd. For any two of the eight products of a multiplier with 1 or SECOND, the points (a x, b x) modulo 2^16 and
+# modulo 2^32 form lattices whose shortest vectors have 68% or more of the greatest possible length (spectral test).
+SECOND = -304212291
+MULTIPLIERS = (1, -2024979795, -989154905, -1195298061)
 
 
-MULTIPLIERS = (1, -1640531535, -2048144777, -1028477379)
-"""Of each storage; the first takes the hash as it is."""
-
-
-def pair_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Pair indices `start .. start + count - 1`, modulo 2^31, as int32 (in `out` [count] if given)."""
+def four_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Indices of fours `start .. start + count - 1`, modulo 2^30, as int32 (in `out` [count] if given)."""
     out = torch.empty(count, dtype=torch.int32, device=device) if out is None else out
-    start &= 0x7FFFFFFF
-    if start + count <= 1 << 31:
+    start &= 0x3FFFFFFF
+    if start + count <= 1 << 30:
         return torch.arange(start, start + count, dtype=torch.int32, device=device, out=out)
-    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device) & 0x7FFFFFFF)
+    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device) & 0x3FFFFFFF)
+
+
+def words_of_pairs(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """For the words [fours], those of their pairs in `out` [2 * fours]."""
+    first, second = out.view(-1, 2).unbind(1)
+    first.copy_(words)
+    torch.mul(words, SECOND, out=second)
+    return out
 
 
 def halves(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
