@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 _MOST_SHAPES = 8  # numbers of tokens, say, that one plan knows
 _MOST_FAILURES = 3
+_FEWEST = 4  # gradients for which making a table takes the host less than launching a check for each of them
 _increment_version = torch.autograd.graph.increment_version
+
+Entry = tuple[torch.Tensor, ParameterRecord, dict[str, Any], torch.Tensor]  # parameter, record, group, gradient
+# What `ops.bind_step` made, addresses of the moving tensors, weight and states, the state and its count of steps.
+Ready = tuple[Any, Any, list[int], list[torch.Tensor], dict[str, Any], int]
 
 
 class Plan:
@@ -83,7 +88,7 @@ def make(
 def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     """The tensors of a gradient of (dY, X) pairs only, `[dY, X, ..., scale if any]`, and their layout, for a key.
 
-    None if it has other parts, or a factor that is not as backward left it.
+    None if it has other parts.
     """
     if grad.rows or grad.dense is not None or not grad.pairs:
         return None
@@ -96,9 +101,6 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
             return None
         tensors += (dy, x)
         layout += (dy.shape, dy.stride(), x.shape, x.stride())
-    for tensor, version in grad._versions:
-        if tensor._version != version:
-            return None
     scale = grad._scale
     if type(scale) is torch.Tensor:
         tensors.append(scale)
@@ -108,6 +110,49 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     return tensors, tuple(layout)
 
 
+def _ready(
+    optimizer: FusedOptimizer,
+    parameter: torch.Tensor,
+    record: ParameterRecord,
+    group: dict[str, Any],
+    selected: Update,
+    grad: FactoredGrad,
+) -> Ready | None:
+    """All that the plan's launches need; None: the general way is to be taken. Nothing of the parameter is changed."""
+    plan: Plan = record.plan
+    state = optimizer.state[parameter]
+    targets = plan.targets(parameter, selected, state)
+    if targets is None:
+        record.plan = None
+        return None
+    operands = _operands(grad)
+    if operands is None:
+        return None
+    tensors, layout = operands
+    made, count = plan.bound.get(layout), state.get("step")
+    if made is None:
+        plan.has_seen(layout)
+        return None
+    if type(count) is not int or count < 1:
+        return None
+    if plan.generation != optimizer._flags.generation:
+        plan.flag = optimizer._flags.of(record.index, parameter.device)
+        plan.generation = optimizer._flags.generation
+    scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
+    moving = (*tensors, plan.flag, scalars.values, scalars.keys)
+    if type(made) is int:
+        target = Target(parameter.detach(), targets[1:], plan.storages, record.index)
+        made = _bind(plan, layout, made, target, grad, moving)
+        if made is None:
+            return None
+    launches, checked = made
+    addresses = launches.addresses(moving, targets)
+    if addresses is None:
+        record.plan = None
+        return None
+    return launches, checked, addresses, targets, state, count
+
+
 def update(
     optimizer: FusedOptimizer,
     parameter: torch.Tensor,
@@ -115,41 +160,86 @@ def update(
     group: dict[str, Any],
     grad: torch.Tensor,
 ) -> bool:
-    """Step the parameter by its plan. False: nothing was done, the general way is to be taken."""
+    """Check the gradient and step the parameter by its plan. False: nothing was done, take the general way."""
     if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
         return False
-    plan: Plan = record.plan
-    state, selected = optimizer.state[parameter], optimizer.rule.select(group)
-    targets = plan.targets(parameter, selected, state)
-    if targets is None:
-        record.plan = None
-        return False
-    operands = _operands(grad)
-    if operands is None:
-        return False
-    tensors, layout = operands
-    bound, count = plan.bound.get(layout), state.get("step")
-    if bound is None:
-        plan.has_seen(layout)
-        return False
-    if type(count) is not int or count < 1:
-        return False
-    if plan.generation != optimizer._flags.generation:
-        plan.flag = optimizer._flags.of(record.index, parameter.device)
-        plan.generation = optimizer._flags.generation
-    scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
-    moving = (*tensors, plan.flag, scalars.values, scalars.keys)
-    if type(bound) is int:
-        target = Target(parameter.detach(), targets[1:], plan.storages, record.index)
-        bound = _bind(plan, layout, bound, target, grad, moving)
-        if bound is None:
+    for tensor, version in grad._versions:
+        if tensor._version != version:  # a factor that is not as backward left it
             return False
-    if not bound.run(moving, targets):
-        record.plan = None
+    found = _ready(optimizer, parameter, record, group, optimizer.rule.select(group), grad)
+    if found is None:
         return False
+    launches, _, addresses, targets, state, count = found
+    launches.launch(addresses)
     state["step"] = count + 1
     _increment_version(targets)
     return True
+
+
+def update_all(optimizer: FusedOptimizer, entries: list[Entry]) -> None:
+    """Step all parameters in order, by plans or in the general way, from gradients that are as backward left them.
+
+    One launch for each device checks the gradients of all that have plans, before the first of them is stepped. With
+    `when="backward"` the gradients are dropped.
+    """
+    # a graph would read anew, at each replay, the memory that the table was uploaded from
+    alone = ops.observed() or _is_capturing()
+    ready: list[Ready | None] = [None] * len(entries) if alone else _all_ready(optimizer, entries)
+    start, drop = _check_together(optimizer, ready), optimizer.when == "backward"
+    moved: list[torch.Tensor] = []
+    try:
+        for (parameter, record, group, grad), found in zip(entries, ready):
+            if found is not None and found[4]["step"] == found[5]:  # else it was stepped just now
+                launches, _, addresses, targets, state, count = found
+                launches.launch(addresses, start)
+                state["step"] = count + 1
+                moved += targets
+            elif not (alone and record.plan is not None and update(optimizer, parameter, record, group, grad)):
+                optimizer._update_generally(parameter, record, group, grad)
+            if drop:
+                parameter.grad = None
+    finally:
+        _increment_version(moved)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _all_ready(optimizer: FusedOptimizer, entries: list[Entry]) -> list[Ready | None]:
+    """For each entry what its plan's launches need; None for one that takes the general way."""
+    devices: set[torch.device] = set()
+    ready: list[Ready | None] = []
+    last: dict[str, Any] = {}
+    selected: Any = None
+    for parameter, record, group, grad in entries:
+        plan, found = record.plan, None
+        if plan is not None and type(grad) is FactoredGrad and not group["maximize"]:
+            if group is not last:
+                last, selected = group, optimizer.rule.select(group)
+            if plan.device not in devices:  # no flag moves from here on
+                devices.add(plan.device)
+                optimizer._flags.all(len(optimizer._records) - 1, plan.device)
+            found = _ready(optimizer, parameter, record, group, selected, grad)
+        ready.append(found)
+    return ready
+
+
+def _check_together(optimizer: FusedOptimizer, ready: list[Ready | None]) -> int:
+    """Check all in one launch for each device; 1, the number of the launch to go on with, or 0 if they are too few."""
+    by_device: dict[torch.device, list[Ready]] = {}
+    for found in ready:
+        if found is not None:
+            by_device.setdefault(found[3][0].device, []).append(found)
+    if sum(map(len, by_device.values())) < _FEWEST:
+        return 0
+    for device, some in by_device.items():
+        addresses: list[int] = []
+        for found in some:
+            addresses += found[2][: len(found[1].blocks)]
+        flags = optimizer._flags.all(len(optimizer._records) - 1, device)
+        ops.check_together([found[1] for found in some], addresses, flags)
+    return 1
 
 
 def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:

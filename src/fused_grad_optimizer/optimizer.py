@@ -286,15 +286,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._scalars[key] = found
         return found
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:
-        """One update of one parameter, in place. Not finite: nothing is written."""
-        record = self._records[parameter]
-        if record.plan is None or not _plans.update(self, parameter, record, group, grad):
-            self._update_generally(parameter, record, group, grad)
-
     def _update_generally(
         self, parameter: torch.Tensor, record: ParameterRecord, group: dict[str, Any], grad: torch.Tensor
     ) -> None:
+        """One update of one parameter, in place. Not finite: nothing is written."""
         self._say_once_if_dense(parameter, record, grad)
         on_device = stepped_on_device(parameter)
         flag = self._flags.of(record.index, parameter.device)
@@ -368,7 +363,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     check_gradient(grad, parameter, record.name)
                     if isinstance(grad, FactoredGrad):
                         grad.check_unmodified(record.name)
-                    todo.append((parameter, group, grad))
+                    todo.append((parameter, record, group, grad))
         if todo:
             self._begin()
             self._scalars.clear()  # those of a backward hold what the groups said then
@@ -384,16 +379,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._apply_skips()
         return loss
 
-    def _update_all(self, todo: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
-        small = []
-        for parameter, group, grad in todo:
-            self._hook(parameter)
+    def _update_all(self, todo: list[_plans.Entry]) -> None:
+        small, large = [], []
+        for entry in todo:
+            parameter, record, group, grad = entry
+            if record.hook is None:
+                self._hook(parameter)
             if is_small(parameter, grad):
                 small.append(Entry(parameter, group, grad))
+                if self.when == "backward":
+                    parameter.grad = None
             else:
-                self._update(parameter, group, grad)
-            if self.when == "backward":
-                parameter.grad = None
+                large.append(entry)
+        _plans.update_all(self, large)
         step_together(self, small)
 
     def _finish(self) -> None:

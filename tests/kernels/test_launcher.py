@@ -288,18 +288,22 @@ def test_bound_launches_move_addresses_only(cuda, monkeypatch):
     step(*second)
     wanted = cuda.direct[-2:]
     bound = BoundStep([lambda through: step(*first, through)], [*first, flag, SCALARS, KEYS], fixed)
+    moving = [*second, flag, SCALARS, KEYS]
+    addresses = bound.addresses(moving, fixed)
+    assert addresses == [t.data_ptr() for t in moving]
     for _ in range(2):
-        assert bound.run([*second, flag, SCALARS, KEYS], fixed)
+        bound.launch(addresses)
         assert cuda.direct[-2:] == wanted
     count, encoded = len(cuda.direct), cuda.encoded
-    assert bound.run([*second, flag, SCALARS, KEYS], fixed) and cuda.encoded == encoded
+    bound.launch(addresses, 1)
+    assert cuda.encoded == encoded and len(cuda.direct) == count + 1 and cuda.direct[-1] == wanted[1]
     unaligned = torch.zeros(64 * 256 + 8, dtype=torch.bfloat16)[1:].view(-1)
-    assert not bound.run([unaligned, second[1], flag, SCALARS, KEYS], fixed)
-    assert not bound.run([*second, flag, SCALARS, KEYS], [t.weight.clone(), *t.states])
+    assert bound.addresses([unaligned, *moving[1:]], fixed) is None
+    assert bound.addresses(moving, [t.weight.clone(), *t.states]) is None
     cuda.device_index = 1
-    assert bound.run([*second, flag, SCALARS, KEYS], fixed)
+    bound.launch(bound.addresses(moving, fixed))
     assert cuda.devices[-2:] == [0, 0] and cuda.device_index == 1
-    assert len(cuda.direct) == count + 4
+    assert len(cuda.direct) == count + 3
 
 
 def test_what_cannot_be_bound(cuda):
