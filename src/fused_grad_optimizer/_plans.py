@@ -29,8 +29,9 @@ _FEWEST = 4  # gradients for which making a table takes the host less than launc
 _increment_version = torch.autograd.graph.increment_version
 
 Entry = tuple[torch.Tensor, ParameterRecord, dict[str, Any], torch.Tensor]  # parameter, record, group, gradient
-# What `ops.bind_step` made, addresses of the moving tensors, weight and states, the state and its count of steps.
-Ready = tuple[Any, Any, list[int], list[torch.Tensor], dict[str, Any], int]
+# What `ops.bind_step` made, addresses of the moving tensors, weight and states, the state and its count of steps, the
+# factors with their versions.
+Ready = tuple[tuple[Any, Any], list[int], list[torch.Tensor], dict[str, Any], int, list[tuple[torch.Tensor, int]]]
 
 
 class Plan:
@@ -145,12 +146,11 @@ def _ready(
         made = _bind(plan, layout, made, target, grad, moving)
         if made is None:
             return None
-    launches, checked = made
-    addresses = launches.addresses(moving, targets)
+    addresses = made[0].addresses(moving, targets)
     if addresses is None:
         record.plan = None
         return None
-    return launches, checked, addresses, targets, state, count
+    return made, addresses, targets, state, count, grad._versions
 
 
 def update(
@@ -163,83 +163,79 @@ def update(
     """Check the gradient and step the parameter by its plan. False: nothing was done, take the general way."""
     if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
         return False
-    for tensor, version in grad._versions:
+    found = _ready(optimizer, parameter, record, group, optimizer.rule.select(group), grad)
+    return found is not None and _launched(found, 0)
+
+
+def _launched(found: Ready, start: int) -> bool:
+    """Make the launches from number `start` on. False: the general way is to be taken."""
+    (launches, _), addresses, targets, state, count, versions = found
+    for tensor, version in versions:
         if tensor._version != version:  # a factor that is not as backward left it
             return False
-    found = _ready(optimizer, parameter, record, group, optimizer.rule.select(group), grad)
-    if found is None:
+    if state["step"] != count:  # it was stepped since `found`
         return False
-    launches, _, addresses, targets, state, count = found
-    launches.launch(addresses)
+    launches.launch(addresses, start)
     state["step"] = count + 1
     _increment_version(targets)
     return True
 
 
 def update_all(optimizer: FusedOptimizer, entries: list[Entry]) -> None:
-    """Step all parameters in order, by plans or in the general way, from gradients that are as backward left them.
+    """Step all parameters in order, by their plans or in the general way; with `when="backward"` drop the gradients.
 
-    One launch for each device checks the gradients of all that have plans, before the first of them is stepped. With
-    `when="backward"` the gradients are dropped.
+    One launch for each device checks the gradients of all that have plans, before the first of them is stepped.
     """
     # a graph would read anew, at each replay, the memory that the table was uploaded from
     alone = ops.observed() or _is_capturing()
-    ready: list[Ready | None] = [None] * len(entries) if alone else _all_ready(optimizer, entries)
-    start, drop = _check_together(optimizer, ready), optimizer.when == "backward"
-    moved: list[torch.Tensor] = []
-    try:
-        for (parameter, record, group, grad), found in zip(entries, ready):
-            if found is not None and found[4]["step"] == found[5]:  # else it was stepped just now
-                launches, _, addresses, targets, state, count = found
-                launches.launch(addresses, start)
-                state["step"] = count + 1
-                moved += targets
-            elif not (alone and record.plan is not None and update(optimizer, parameter, record, group, grad)):
-                optimizer._update_generally(parameter, record, group, grad)
-            if drop:
-                parameter.grad = None
-    finally:
-        _increment_version(moved)
+    ready, start = ([None] * len(entries), 0) if alone else _checked_together(optimizer, entries)
+    drop = optimizer.when == "backward"
+    for (parameter, record, group, grad), found in zip(entries, ready):
+        if found is not None:
+            done = _launched(found, start)
+        else:
+            done = alone and record.plan is not None and update(optimizer, parameter, record, group, grad)
+        if not done:
+            optimizer._update_generally(parameter, record, group, grad)
+        if drop:
+            parameter.grad = None
 
 
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _all_ready(optimizer: FusedOptimizer, entries: list[Entry]) -> list[Ready | None]:
-    """For each entry what its plan's launches need; None for one that takes the general way."""
-    devices: set[torch.device] = set()
+def _checked_together(optimizer: FusedOptimizer, entries: list[Entry]) -> tuple[list[Any], int]:
+    """For each entry what its plan's launches need, or None; and the number of the launch to go on with.
+
+    That is 1 if the gradients of all of these were checked, 0 if they are too few.
+    """
     ready: list[Ready | None] = []
+    by_device: dict[torch.device, tuple[torch.Tensor, list[Any], list[int]]] = {}
     last: dict[str, Any] = {}
     selected: Any = None
+    count = 0
     for parameter, record, group, grad in entries:
         plan, found = record.plan, None
         if plan is not None and type(grad) is FactoredGrad and not group["maximize"]:
             if group is not last:
                 last, selected = group, optimizer.rule.select(group)
-            if plan.device not in devices:  # no flag moves from here on
-                devices.add(plan.device)
-                optimizer._flags.all(len(optimizer._records) - 1, plan.device)
+            check = by_device.get(plan.device)
+            if check is None:  # with room for all flags: none of them moves from here on
+                flags = optimizer._flags.all(len(optimizer._records) - 1, plan.device)
+                check = by_device[plan.device] = flags, [], []
             found = _ready(optimizer, parameter, record, group, selected, grad)
+            if found is not None:
+                operands = found[0][1]
+                check[1].append(operands)
+                check[2].extend(found[1][: len(operands.blocks)])
+                count += 1
         ready.append(found)
-    return ready
-
-
-def _check_together(optimizer: FusedOptimizer, ready: list[Ready | None]) -> int:
-    """Check all in one launch for each device; 1, the number of the launch to go on with, or 0 if they are too few."""
-    by_device: dict[torch.device, list[Ready]] = {}
-    for found in ready:
-        if found is not None:
-            by_device.setdefault(found[3][0].device, []).append(found)
-    if sum(map(len, by_device.values())) < _FEWEST:
-        return 0
-    for device, some in by_device.items():
-        addresses: list[int] = []
-        for found in some:
-            addresses += found[2][: len(found[1].blocks)]
-        flags = optimizer._flags.all(len(optimizer._records) - 1, device)
-        ops.check_together([found[1] for found in some], addresses, flags)
-    return 1
+    if count < _FEWEST:
+        return ready, 0
+    for flags, some, addresses in by_device.values():
+        ops.check_together(some, addresses, flags)
+    return ready, 1
 
 
 def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:

@@ -194,12 +194,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.end()
             self._began = False
         refuse_several_processes()
-        if self.when == "backward":  # in step() they are checked when it is known which are stepped
+        if self.when == "backward":  # step() looks at those that it steps
             self._check_memory()
+            self._stepped = {id(p): (group, self._record_of(p)) for group in self.param_groups for p in group["params"]}
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
-        self._stepped = {id(p): (group, self._record_of(p)) for group in self.param_groups for p in group["params"]}
         self._flags.begin()
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
@@ -236,7 +236,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.restart()
         skipped = self._flags.collect()
         names = []
-        for parameter, record in self._records.items():
+        for parameter, record in self._records.items() if skipped else ():
             if record.index in skipped:
                 names.append(record.name)
                 state = self.state.get(parameter, {})
@@ -355,9 +355,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         todo = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                grad = parameter.grad
+                record, grad = self._records.get(parameter) or self._record_of(parameter), parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
-                    record = self._record_of(parameter)
                     check = check_trainable if record.hook is None else check_memory
                     check(parameter, record.name, self.weight_mode)
                     check_gradient(grad, parameter, record.name)
@@ -385,7 +384,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             parameter, record, group, grad = entry
             if record.hook is None:
                 self._hook(parameter)
-            if is_small(parameter, grad):
+            if type(grad) is torch.Tensor and is_small(parameter, grad):
                 small.append(Entry(parameter, group, grad))
                 if self.when == "backward":
                     parameter.grad = None

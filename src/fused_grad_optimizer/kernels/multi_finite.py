@@ -109,6 +109,10 @@ class Operands:
             self.places.extend((columns, stride, exponent, aligned, parameter))
 
 
+def constants(flags: torch.Tensor) -> dict:
+    return {"STRIDE": flags.stride(0), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+
+
 def check(operands: Iterable[Operands], addresses: list[int], flags: torch.Tensor) -> None:
     """Set the flag of each parameter with an operand that holds NaN or inf to 1. No host synchronisation.
 
@@ -130,5 +134,4 @@ def check(operands: Iterable[Operands], addresses: list[int], flags: torch.Tenso
     table = torch.frombuffer(numbers + places, dtype=torch.int64)
     if flags.device.type != "cpu":
         table = table.pin_memory().to(flags.device, non_blocking=True)
-    constants = {"STRIDE": flags.stride(0), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
-    launcher.launch(multi_finite_kernel, (total,), (table, flags, len(blocks)), constants)
+    launcher.launch(multi_finite_kernel, (total,), (table, flags, len(blocks)), constants(flags))
