@@ -1,4 +1,4 @@
-"""`step()` of many weights: one launch checks all gradients, and each weight is stepped or left as if it had its own."""
+"""`step()` of many weights: one launch checks all gradients, and each weight is stepped or left as if it had one."""
 
 from __future__ import annotations
 
