@@ -1,7 +1,8 @@
 """Stepping a weight again as it was stepped before: what stays the same from step to step is worked out once.
 
 A plan is for a weight on a GPU whose gradient is nothing but (dY, X) pairs. It keeps no memory alive: neither the
-weight's nor that of a state that was replaced.
+weight's nor that of a state that was replaced. In `step()` the gradients of all weights with plans are checked for NaN
+and inf by one launch before the first of them moves, in backward each by its own.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _MOST_SHAPES = 8  # numbers of tokens, say, that one plan knows
 _MOST_FAILURES = 3
-_FEWEST = 4  # gradients for which making a table takes the host less than launching a check for each of them
-_increment_version = torch.autograd.graph.increment_version
+_FEWEST = 8  # gradients for which making and uploading a table takes the host less than a launch for each of them
+_increment_version = torch._C._increment_version  # what torch.autograd.graph.increment_version calls for a list
 
 Entry = tuple[torch.Tensor, ParameterRecord, dict[str, Any], torch.Tensor]  # parameter, record, group, gradient
 # What `ops.bind_step` made, addresses of the moving tensors, weight and states, the state and its count of steps, the

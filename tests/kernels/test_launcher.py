@@ -12,7 +12,16 @@ pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from fused_grad_optimizer import ops  # noqa: E402
-from fused_grad_optimizer.kernels import Gradient, Target, cuda_driver, finite, launcher, param_step, wgrad_step  # noqa: E402
+from fused_grad_optimizer.kernels import (  # noqa: E402  # noqa: E402
+    Gradient,
+    Target,
+    cuda_driver,
+    finite,
+    launcher,
+    multi_finite,
+    param_step,
+    wgrad_step,
+)
 from fused_grad_optimizer.kernels import wgrad_step_hopper as hopper  # noqa: E402
 from fused_grad_optimizer.kernels.bound import BoundStep  # noqa: E402
 from fused_grad_optimizer.kernels.configs import hopper_config  # noqa: E402
@@ -79,9 +88,12 @@ def launches():
     yield "param step", param_step_of(torch.zeros(33, 7))
     yield "finite", check(*[t for p in pairs(256, 256, 64) for t in p])
     yield "finite, many", check(torch.zeros(5, 7), torch.zeros(9, 40)[:, 1:20], torch.zeros(()), torch.zeros(0, 3))
+    addresses, constants = torch.zeros(35, dtype=torch.int64), multi_finite.constants(flags)
+    together = (multi_finite.multi_finite_kernel, (7,), (addresses, flags, 5), constants)
+    yield "finite, many gradients", lambda: launcher.launch(*together)
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(10))
 def test_the_same_bytes_as_triton_passes(cuda, monkeypatch, number):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     table = torch.zeros(2, 5, dtype=torch.int64)

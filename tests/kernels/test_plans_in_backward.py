@@ -132,7 +132,7 @@ def test_a_launch_that_fails(cuda, monkeypatch):
     opt = FusedOptimizer([parameter], lr=1e-3)
     warm(opt, parameter, factors)
 
-    def fail(self, addresses):
+    def fail(self, addresses, start):
         raise RuntimeError("CUDA error 700")
 
     with monkeypatch.context() as patch:

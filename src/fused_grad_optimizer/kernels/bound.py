@@ -12,6 +12,7 @@ from fused_grad_optimizer.kernels.launch_layout import NotDirect
 from fused_grad_optimizer.kernels.launcher import Arguments, DirectLaunch, find, hooked
 
 Through = Callable[[Any, tuple, Any, dict], None]
+_address = torch.Tensor.data_ptr
 
 
 class BoundLaunch:
@@ -97,10 +98,10 @@ class BoundStep:
         if driver is None or hooked():
             raise NotDirect("Triton launches")
         self._driver, self._device = driver, driver.device()
-        addresses = [tensor.data_ptr() for tensor in moving]
+        addresses = list(map(_address, moving))
         self._aligned = [i for i, address in enumerate(addresses) if address % 16 == 0]
         self._unaligned = [i for i, address in enumerate(addresses) if address % 16]
-        self._fixed = [tensor.data_ptr() for tensor in fixed]
+        self._fixed = list(map(_address, fixed))
         self._launches: list[BoundLaunch] = []
 
         def bind(kernel: Any, grid: tuple, args: Any, constants: dict) -> None:
@@ -118,8 +119,8 @@ class BoundStep:
         They are like those it was made with but for their addresses; `fixed` must lie where they did, and addresses be
         aligned as they were.
         """
-        addresses = [tensor.data_ptr() for tensor in moving]
-        if [tensor.data_ptr() for tensor in fixed] != self._fixed or hooked():
+        addresses = list(map(_address, moving))
+        if list(map(_address, fixed)) != self._fixed or hooked():
             return None
         bits = 0
         for i in self._aligned:
@@ -132,7 +133,7 @@ class BoundStep:
         return addresses
 
     def launch(self, addresses: list[int], start: int = 0) -> None:
-        """Make the launches from number `start` on, on the current stream."""
+        """Make the launches from number `start` on, on the current stream of the device it was made on."""
         launches = self._launches[start:] if start else self._launches
         if self._driver.device() == self._device:
             for launch in launches:

@@ -130,8 +130,7 @@ def check(operands: Iterable[Operands], addresses: list[int], flags: torch.Tenso
     total = numbers.pop()
     if not total:
         return
-    numbers.extend(addresses)
-    table = torch.frombuffer(numbers + places, dtype=torch.int64)
+    table = torch.frombuffer(numbers + array("q", addresses) + places, dtype=torch.int64)
     if flags.device.type != "cpu":
         table = table.pin_memory().to(flags.device, non_blocking=True)
     launcher.launch(multi_finite_kernel, (total,), (table, flags, len(blocks)), constants(flags))
