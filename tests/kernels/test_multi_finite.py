@@ -84,22 +84,22 @@ def test_one_of_many_gradients(dtype, value, device):
 
     def gradients():
         made = []
-        for i in range(64):
+        for i in range(24):
             other = DTYPES[i % 3]
             pair = [torch.ones(i, 8, dtype=other, device=device), torch.ones(i, 40 + i, dtype=other, device=device)]
             made.append([*pair, torch.ones((), device=device)] if i % 2 else pair)
-        made[30] = [torch.ones(5, 24, dtype=dtype, device=device), torch.ones(5, 3000, dtype=dtype, device=device)]
+        made[10] = [torch.ones(5, 24, dtype=dtype, device=device), torch.ones(5, 3000, dtype=dtype, device=device)]
         return made
 
     assert flagged(gradients()) == [] == flagged(gradients(), stride=1)
     for which in (0, 1):
         bad = gradients()
-        bad[30][which][-1, -1] = value
-        assert flagged(bad) == [92]
+        bad[10][which][-1, -1] = value
+        assert flagged(bad) == [32]
     bad = gradients()
-    bad[31][2].fill_(value)
-    bad[63][0][0, 0] = value
-    assert flagged(bad) == [95, 191]
+    bad[11][2].fill_(value)
+    bad[23][0][0, 0] = value
+    assert flagged(bad) == [35, 71]
 
 
 @pytest.mark.parametrize("device", DEVICES)
