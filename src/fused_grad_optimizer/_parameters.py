@@ -167,7 +167,7 @@ def check_memory(parameter: torch.Tensor, name: str, weight: str | None) -> None
 
 def check_gradient(grad: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
     """Raise `ValueError` if the parameter cannot be stepped with this gradient."""
-    if grad.layout != torch.strided:
+    if type(grad) is not FactoredGrad and grad.layout != torch.strided:
         raise ValueError(f"the gradient of {name} is {grad.layout}; set sparse=False on its module")
     if grad.shape != parameter.shape:
         raise ValueError(

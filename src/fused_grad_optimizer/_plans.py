@@ -1,7 +1,8 @@
 """Stepping a weight again as it was stepped before: what stays the same from step to step is worked out once.
 
 A plan is for a weight on a GPU whose gradient is nothing but (dY, X) pairs. It keeps no memory alive: neither the
-weight's nor that of a state that was replaced.
+weight's nor that of a state that was replaced. In `step()` the gradients of all weights with plans are checked for NaN
+and inf by one launch before the first of them moves, in backward each by its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 
 _MOST_SHAPES = 8  # numbers of tokens, say, that one plan knows
 _MOST_FAILURES = 3
-_increment_version = torch.autograd.graph.increment_version
+_FEWEST = 8  # gradients for which making and uploading a table takes the host less than a launch for each of them
+_increment_version = torch._C._increment_version  # what torch.autograd.graph.increment_version calls for a list
+
+Entry = tuple[torch.Tensor, ParameterRecord, dict[str, Any], torch.Tensor]  # parameter, record, group, gradient
+# What `ops.bind_step` made, addresses of the moving tensors, weight and states, the state and its count of steps, the
+# factors with their versions.
+Ready = tuple[tuple[Any, Any], list[int], list[torch.Tensor], dict[str, Any], int, list[tuple[torch.Tensor, int]]]
 
 
 class Plan:
@@ -83,7 +90,7 @@ def make(
 def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     """The tensors of a gradient of (dY, X) pairs only, `[dY, X, ..., scale if any]`, and their layout, for a key.
 
-    None if it has other parts, or a factor that is not as backward left it.
+    None if it has other parts.
     """
     if grad.rows or grad.dense is not None or not grad.pairs:
         return None
@@ -96,9 +103,6 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
             return None
         tensors += (dy, x)
         layout += (dy.shape, dy.stride(), x.shape, x.stride())
-    for tensor, version in grad._versions:
-        if tensor._version != version:
-            return None
     scale = grad._scale
     if type(scale) is torch.Tensor:
         tensors.append(scale)
@@ -108,6 +112,48 @@ def _operands(grad: FactoredGrad) -> tuple[list[torch.Tensor], tuple] | None:
     return tensors, tuple(layout)
 
 
+def _ready(
+    optimizer: FusedOptimizer,
+    parameter: torch.Tensor,
+    record: ParameterRecord,
+    group: dict[str, Any],
+    selected: Update,
+    grad: FactoredGrad,
+) -> Ready | None:
+    """All that the plan's launches need; None: the general way is to be taken. Nothing of the parameter is changed."""
+    plan: Plan = record.plan
+    state = optimizer.state[parameter]
+    targets = plan.targets(parameter, selected, state)
+    if targets is None:
+        record.plan = None
+        return None
+    operands = _operands(grad)
+    if operands is None:
+        return None
+    tensors, layout = operands
+    made, count = plan.bound.get(layout), state.get("step")
+    if made is None:
+        plan.has_seen(layout)
+        return None
+    if type(count) is not int or count < 1:
+        return None
+    if plan.generation != optimizer._flags.generation:
+        plan.flag = optimizer._flags.of(record.index, parameter.device)
+        plan.generation = optimizer._flags.generation
+    scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
+    moving = (*tensors, plan.flag, scalars.values, scalars.keys)
+    if type(made) is int:
+        target = Target(parameter.detach(), targets[1:], plan.storages, record.index)
+        made = _bind(plan, layout, made, target, grad, moving)
+        if made is None:
+            return None
+    addresses = made[0].addresses(moving, targets)
+    if addresses is None:
+        record.plan = None
+        return None
+    return made, addresses, targets, state, count, grad._versions
+
+
 def update(
     optimizer: FusedOptimizer,
     parameter: torch.Tensor,
@@ -115,41 +161,82 @@ def update(
     group: dict[str, Any],
     grad: torch.Tensor,
 ) -> bool:
-    """Step the parameter by its plan. False: nothing was done, the general way is to be taken."""
+    """Check the gradient and step the parameter by its plan. False: nothing was done, take the general way."""
     if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
         return False
-    plan: Plan = record.plan
-    state, selected = optimizer.state[parameter], optimizer.rule.select(group)
-    targets = plan.targets(parameter, selected, state)
-    if targets is None:
-        record.plan = None
-        return False
-    operands = _operands(grad)
-    if operands is None:
-        return False
-    tensors, layout = operands
-    bound, count = plan.bound.get(layout), state.get("step")
-    if bound is None:
-        plan.has_seen(layout)
-        return False
-    if type(count) is not int or count < 1:
-        return False
-    if plan.generation != optimizer._flags.generation:
-        plan.flag = optimizer._flags.of(record.index, parameter.device)
-        plan.generation = optimizer._flags.generation
-    scalars = optimizer._scalars_of(group, selected, count + 1, False, parameter)
-    moving = (*tensors, plan.flag, scalars.values, scalars.keys)
-    if type(bound) is int:
-        target = Target(parameter.detach(), targets[1:], plan.storages, record.index)
-        bound = _bind(plan, layout, bound, target, grad, moving)
-        if bound is None:
+    found = _ready(optimizer, parameter, record, group, optimizer.rule.select(group), grad)
+    return found is not None and _launched(found, 0)
+
+
+def _launched(found: Ready, start: int) -> bool:
+    """Make the launches from number `start` on. False: the general way is to be taken."""
+    (launches, _), addresses, targets, state, count, versions = found
+    for tensor, version in versions:
+        if tensor._version != version:  # a factor that is not as backward left it
             return False
-    if not bound.run(moving, targets):
-        record.plan = None
+    if state["step"] != count:  # it was stepped since `found`
         return False
+    launches.launch(addresses, start)
     state["step"] = count + 1
     _increment_version(targets)
     return True
+
+
+def update_all(optimizer: FusedOptimizer, entries: list[Entry]) -> None:
+    """Step all parameters in order, by their plans or in the general way; with `when="backward"` drop the gradients.
+
+    One launch for each device checks the gradients of all that have plans, before the first of them is stepped.
+    """
+    # a graph would read anew, at each replay, the memory that the table was uploaded from
+    alone = ops.observed() or _is_capturing()
+    ready, start = ([None] * len(entries), 0) if alone else _checked_together(optimizer, entries)
+    drop = optimizer.when == "backward"
+    for (parameter, record, group, grad), found in zip(entries, ready):
+        if found is not None:
+            done = _launched(found, start)
+        else:
+            done = alone and record.plan is not None and update(optimizer, parameter, record, group, grad)
+        if not done:
+            optimizer._update_generally(parameter, record, group, grad)
+        if drop:
+            parameter.grad = None
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _checked_together(optimizer: FusedOptimizer, entries: list[Entry]) -> tuple[list[Any], int]:
+    """For each entry what its plan's launches need, or None; and the number of the launch to go on with.
+
+    That is 1 if the gradients of all of these were checked, 0 if they are too few.
+    """
+    ready: list[Ready | None] = []
+    by_device: dict[torch.device, tuple[torch.Tensor, list[Any], list[int]]] = {}
+    last: dict[str, Any] = {}
+    selected: Any = None
+    count = 0
+    for parameter, record, group, grad in entries:
+        plan, found = record.plan, None
+        if plan is not None and type(grad) is FactoredGrad and not group["maximize"]:
+            if group is not last:
+                last, selected = group, optimizer.rule.select(group)
+            check = by_device.get(plan.device)
+            if check is None:  # with room for all flags: none of them moves from here on
+                flags = optimizer._flags.all(len(optimizer._records) - 1, plan.device)
+                check = by_device[plan.device] = flags, [], []
+            found = _ready(optimizer, parameter, record, group, selected, grad)
+            if found is not None:
+                operands = found[0][1]
+                check[1].append(operands)
+                check[2].extend(found[1][: len(operands.blocks)])
+                count += 1
+        ready.append(found)
+    if count < _FEWEST:
+        return ready, 0
+    for flags, some, addresses in by_device.values():
+        ops.check_together(some, addresses, flags)
+    return ready, 1
 
 
 def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:

@@ -65,7 +65,7 @@ def is_small(parameter: torch.Tensor, grad: torch.Tensor) -> bool:
 def step_together(
     optimizer: FusedOptimizer, entries: Iterable[Entry], moved: Callable[[Entry], None] | None = None
 ) -> None:
-    """One update of each parameter, as `FusedOptimizer._update` makes it; `moved` is called for each that is done."""
+    """One update of each parameter, as `_update_generally` makes it; `moved` is called for each that is done."""
     alike: dict[Any, list[_Ready]] = {}
     seen: Counter[int] = Counter()  # two parameters may share memory: one launch would step it in any order
     for entry in entries:

@@ -313,14 +313,17 @@ def check_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
     (_check_finite if _callable_directly(*tensors, flag) else torch.ops.forge.check_finite)(tensors, flag)
 
 
-def bind_step(target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor) -> Any:
+def bind_step(
+    target: Target, gradient: Gradient, update: Update, scalars: StepScalars, flag: torch.Tensor
+) -> tuple[Any, Any] | None:
     """`check_finite` and `step` of a gradient of (dY, X) pairs only, as launches that are made again cheaply.
 
     Returns:
         A `kernels.bound.BoundStep` of the moving tensors `dY, X, ...` of each pair, the scale if there is one, flag,
-        scalars and keys, and of the fixed weight and states. None where Triton has to launch, or did not yet.
+        scalars and keys, and of the fixed weight and states; and the `kernels.multi_finite.Operands` of all moving
+        tensors but the last three, for `check_together`. None where Triton has to launch, or did not yet.
     """
-    from fused_grad_optimizer.kernels import bound, finite
+    from fused_grad_optimizer.kernels import bound, finite, multi_finite
 
     operands = [t for pair in zip(gradient.dys, gradient.xs) for t in pair]
     operands += [] if gradient.scale is None else [gradient.scale]
@@ -339,9 +342,18 @@ def bind_step(target: Target, gradient: Gradient, update: Update, scalars: StepS
     launches = [lambda through: finite.check(operands, flag, through), launch_step]
     try:
         with on_device(target.weight.device):
-            return bound.BoundStep(launches, moving, [target.weight, *target.states])
+            made = bound.BoundStep(launches, moving, [target.weight, *target.states])
+        return made, multi_finite.Operands(operands, target.parameter)
     except bound.NotDirect:
         return None
+
+
+def check_together(operands: list[Any], addresses: list[int], flags: torch.Tensor) -> None:
+    """`check_finite` of many gradients with bound steps in one launch, see `kernels.multi_finite.check`."""
+    from fused_grad_optimizer.kernels import multi_finite
+
+    with on_device(flags.device):
+        multi_finite.check(operands, addresses, flags)
 
 
 def wgrad(gradient: Gradient, shape: torch.Size, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

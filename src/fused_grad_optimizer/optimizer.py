@@ -194,12 +194,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.end()
             self._began = False
         refuse_several_processes()
-        if self.when == "backward":  # in step() they are checked when it is known which are stepped
+        if self.when == "backward":  # step() looks at those that it steps
             self._check_memory()
+            self._stepped = {id(p): (group, self._record_of(p)) for group in self.param_groups for p in group["params"]}
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
-        self._stepped = {id(p): (group, self._record_of(p)) for group in self.param_groups for p in group["params"]}
         self._flags.begin()
         self._settings = _plans.forget_if_changed(
             self._records.values(), self._settings, self.weight_mode, self.state_mode
@@ -236,7 +236,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.restart()
         skipped = self._flags.collect()
         names = []
-        for parameter, record in self._records.items():
+        for parameter, record in self._records.items() if skipped else ():
             if record.index in skipped:
                 names.append(record.name)
                 state = self.state.get(parameter, {})
@@ -286,15 +286,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._scalars[key] = found
         return found
 
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:
-        """One update of one parameter, in place. Not finite: nothing is written."""
-        record = self._records[parameter]
-        if record.plan is None or not _plans.update(self, parameter, record, group, grad):
-            self._update_generally(parameter, record, group, grad)
-
     def _update_generally(
         self, parameter: torch.Tensor, record: ParameterRecord, group: dict[str, Any], grad: torch.Tensor
     ) -> None:
+        """One update of one parameter, in place. Not finite: nothing is written."""
         self._say_once_if_dense(parameter, record, grad)
         on_device = stepped_on_device(parameter)
         flag = self._flags.of(record.index, parameter.device)
@@ -360,15 +355,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         todo = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                grad = parameter.grad
+                record, grad = self._records.get(parameter) or self._record_of(parameter), parameter.grad
                 if grad is not None and not isinstance(grad, AppliedGrad):
-                    record = self._record_of(parameter)
                     check = check_trainable if record.hook is None else check_memory
                     check(parameter, record.name, self.weight_mode)
                     check_gradient(grad, parameter, record.name)
                     if isinstance(grad, FactoredGrad):
                         grad.check_unmodified(record.name)
-                    todo.append((parameter, group, grad))
+                    todo.append((parameter, record, group, grad))
         if todo:
             self._begin()
             self._scalars.clear()  # those of a backward hold what the groups said then
@@ -384,16 +378,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._apply_skips()
         return loss
 
-    def _update_all(self, todo: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]) -> None:
-        small = []
-        for parameter, group, grad in todo:
-            self._hook(parameter)
-            if is_small(parameter, grad):
+    def _update_all(self, todo: list[_plans.Entry]) -> None:
+        small, large = [], []
+        for entry in todo:
+            parameter, record, group, grad = entry
+            if record.hook is None:
+                self._hook(parameter)
+            if type(grad) is torch.Tensor and is_small(parameter, grad):
                 small.append(Entry(parameter, group, grad))
+                if self.when == "backward":
+                    parameter.grad = None
             else:
-                self._update(parameter, group, grad)
-            if self.when == "backward":
-                parameter.grad = None
+                large.append(entry)
+        _plans.update_all(self, large)
         step_together(self, small)
 
     def _finish(self) -> None:

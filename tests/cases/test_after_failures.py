@@ -299,11 +299,11 @@ def test_counts_saved_and_shown_after_a_skip_are_right(learnt_late, when):
         optimizer.zero_grad()
     (p + q).sum().backward()
     if when == "step":  # the flag is set while the step runs
-        update = optimizer._update
-        optimizer._update = lambda *args: (update(*args), learnt_late(optimizer))
+        update = optimizer._update_generally
+        optimizer._update_generally = lambda *args: (update(*args), learnt_late(optimizer))
         optimizer.step()
         optimizer.zero_grad()
-        del optimizer._update
+        del optimizer._update_generally
     else:
         learnt_late(optimizer)
     with pytest.warns(RuntimeWarning, match="NaN or inf in the gradients of parameter 0"):

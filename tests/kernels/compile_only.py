@@ -17,7 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from fused_grad_optimizer.kernels import finite, multi_step, param_step, wgrad_step
+from fused_grad_optimizer.kernels import finite, multi_finite, multi_step, param_step, wgrad_step
 from fused_grad_optimizer.kernels.configs import gemm_config
 from fused_grad_optimizer.kernels.factors import Gradient
 from fused_grad_optimizer.ops import _stores
@@ -68,6 +68,7 @@ def variants(sm: int) -> Iterator[tuple[str, object, tuple, dict]]:
         (longs, floats, torch.zeros(1, dtype=torch.int32)),
         {"STRIDE": 4, "COLUMNS": 6, "ALIGNED": True, "BLOCK": 2048, **unfused},
     )
+    yield "multi_finite", multi_finite.multi_finite_kernel, (longs, flag, 450), multi_finite.constants(flag)
     mixed = [floats, torch.empty(9, 40, dtype=torch.bfloat16)[:, 1:20], torch.ones(())]
     _, positional, constants = finite.arguments(mixed, flag)
     yield "nonfinite", finite.nonfinite_kernel, positional, constants

@@ -158,11 +158,12 @@ def fake_cuda() -> Iterator[FakeCuda]:
 
 
 def _caches() -> Iterator[dict]:
-    from fused_grad_optimizer.kernels import finite, param_step, wgrad_step, wgrad_step_hopper
+    from fused_grad_optimizer.kernels import finite, multi_finite, param_step, wgrad_step, wgrad_step_hopper
 
     for kernel in (
-        finite.nonfinite_kernel, param_step.param_step_kernel, param_step.sum_rows_kernel,
-        wgrad_step.wgrad_step_kernel, wgrad_step_hopper.wgrad_step_hopper_kernel,
+        finite.nonfinite_kernel, multi_finite.multi_finite_kernel, param_step.param_step_kernel,
+        param_step.sum_rows_kernel, wgrad_step.wgrad_step_kernel,
+        wgrad_step_hopper.wgrad_step_hopper_kernel,
     ):  # fmt: skip
         yield kernel.device_caches
 

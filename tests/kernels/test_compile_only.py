@@ -37,4 +37,4 @@ def test_the_hopper_kernel_compiles_fits_and_does_not_spill():
 @pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler")
 def test_direct_launches_pass_the_bytes_that_tritons_launcher_passes(tmp_path):
     printed = output_of("stub_cuda", str(tmp_path), environment=build(tmp_path))
-    assert printed.count("the same") == 9 and "0 failed; refused: {}" in printed
+    assert printed.count("the same") == 10 and "0 failed; refused: {}" in printed

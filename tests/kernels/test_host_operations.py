@@ -99,30 +99,46 @@ def test_a_layer_takes_fewer_operations_than_a_plain_one(shape, bias):
         assert ours == {"aten.t.default": LAYERS, "aten.mm.default": 2 * LAYERS - 1, "aten.detach.default": LAYERS}
 
 
+def calls(function) -> int:
+    """Python functions that are called in it."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def by_layer(make, fewest: int = LAYERS) -> float:
+    """Calls that one more layer takes: what is done once for all does not count."""
+    return (calls(make(2 * fewest)) - calls(make(fewest))) / fewest
+
+
+def test_python_functions_called_for_one_layer_in_step(cuda):
+    optimizers = []  # kept: hooks refer to them weakly
+
+    def step(layers: int):
+        backward, optimizer = trained("step", layers)
+        optimizers.append(optimizer)
+        backward()
+        return optimizer.step
+
+    cuda.keep = False
+    assert by_layer(step, 2 * LAYERS) <= 22  # 36 when each layer's gradient was checked by a launch of its own
+
+
 def test_python_functions_called_for_one_layer(cuda):
     """In forward, backward and update, over those of plain layers."""
-
-    def calls(function) -> int:
-        count = 0
-
-        def profile(frame, event, arg):
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            function()
-        finally:
-            sys.setprofile(None)
-        return count
 
     def plain_backward(layers: int):
         model, x = network(layers=layers), torch.randn(4, WIDTH)
         return lambda: model(x).sum().backward()
-
-    def by_layer(make) -> float:
-        """Calls that one more layer takes: what is done once for a backward does not count."""
-        return (calls(make(2 * LAYERS)) - calls(make(LAYERS))) / LAYERS
 
     optimizers = []  # kept: hooks refer to them weakly
 

@@ -60,7 +60,7 @@ def _run(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_kernels_in_the_interpreter():
-    files = [f"tests/kernels/test_{name}.py" for name in ("steps", "configs", "chunked", "multi_step")]
+    files = [f"tests/kernels/test_{name}.py" for name in ("steps", "configs", "chunked", "multi_step", "multi_finite")]
     result = _run("-m", "pytest", *files, "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     assert " passed" in result.stdout and "skipped" not in result.stdout

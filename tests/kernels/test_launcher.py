@@ -12,7 +12,16 @@ pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from fused_grad_optimizer import ops  # noqa: E402
-from fused_grad_optimizer.kernels import Gradient, Target, cuda_driver, finite, launcher, param_step, wgrad_step  # noqa: E402
+from fused_grad_optimizer.kernels import (  # noqa: E402  # noqa: E402
+    Gradient,
+    Target,
+    cuda_driver,
+    finite,
+    launcher,
+    multi_finite,
+    param_step,
+    wgrad_step,
+)
 from fused_grad_optimizer.kernels import wgrad_step_hopper as hopper  # noqa: E402
 from fused_grad_optimizer.kernels.bound import BoundStep  # noqa: E402
 from fused_grad_optimizer.kernels.configs import hopper_config  # noqa: E402
@@ -79,9 +88,12 @@ def launches():
     yield "param step", param_step_of(torch.zeros(33, 7))
     yield "finite", check(*[t for p in pairs(256, 256, 64) for t in p])
     yield "finite, many", check(torch.zeros(5, 7), torch.zeros(9, 40)[:, 1:20], torch.zeros(()), torch.zeros(0, 3))
+    addresses, constants = torch.zeros(35, dtype=torch.int64), multi_finite.constants(flags)
+    together = (multi_finite.multi_finite_kernel, (7,), (addresses, flags, 5), constants)
+    yield "finite, many gradients", lambda: launcher.launch(*together)
 
 
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("number", range(10))
 def test_the_same_bytes_as_triton_passes(cuda, monkeypatch, number):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     table = torch.zeros(2, 5, dtype=torch.int64)
@@ -288,18 +300,22 @@ def test_bound_launches_move_addresses_only(cuda, monkeypatch):
     step(*second)
     wanted = cuda.direct[-2:]
     bound = BoundStep([lambda through: step(*first, through)], [*first, flag, SCALARS, KEYS], fixed)
+    moving = [*second, flag, SCALARS, KEYS]
+    addresses = bound.addresses(moving, fixed)
+    assert addresses == [t.data_ptr() for t in moving]
     for _ in range(2):
-        assert bound.run([*second, flag, SCALARS, KEYS], fixed)
+        bound.launch(addresses)
         assert cuda.direct[-2:] == wanted
     count, encoded = len(cuda.direct), cuda.encoded
-    assert bound.run([*second, flag, SCALARS, KEYS], fixed) and cuda.encoded == encoded
+    bound.launch(addresses, 1)
+    assert cuda.encoded == encoded and len(cuda.direct) == count + 1 and cuda.direct[-1] == wanted[1]
     unaligned = torch.zeros(64 * 256 + 8, dtype=torch.bfloat16)[1:].view(-1)
-    assert not bound.run([unaligned, second[1], flag, SCALARS, KEYS], fixed)
-    assert not bound.run([*second, flag, SCALARS, KEYS], [t.weight.clone(), *t.states])
+    assert bound.addresses([unaligned, *moving[1:]], fixed) is None
+    assert bound.addresses(moving, [t.weight.clone(), *t.states]) is None
     cuda.device_index = 1
-    assert bound.run([*second, flag, SCALARS, KEYS], fixed)
+    bound.launch(bound.addresses(moving, fixed))
     assert cuda.devices[-2:] == [0, 0] and cuda.device_index == 1
-    assert len(cuda.direct) == count + 4
+    assert len(cuda.direct) == count + 3
 
 
 def test_what_cannot_be_bound(cuda):

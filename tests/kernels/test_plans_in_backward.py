@@ -132,11 +132,11 @@ def test_a_launch_that_fails(cuda, monkeypatch):
     opt = FusedOptimizer([parameter], lr=1e-3)
     warm(opt, parameter, factors)
 
-    def fail(self, moving, fixed):
+    def fail(self, addresses, start):
         raise RuntimeError("CUDA error 700")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bound.BoundStep, "run", fail)
+        patch.setattr(bound.BoundStep, "launch", fail)
         with pytest.raises(RuntimeError, match="CUDA error 700"):
             Use.apply(parameter, factors).backward()
     assert parameter.grad is None

@@ -32,7 +32,8 @@ class BoundLaunch:
         x, y, z = (*grid, 1, 1)[:3]
         self.direct, self.grid = direct, (x, y, z)
         self.arguments = Arguments(direct.layout)
-        self.numbers, maps = direct.values(args)
+        numbers, maps = direct.values(args)
+        direct.pack(self.arguments.memory, 0, *numbers)
         self._number_slots: list[tuple[int, int]] = []
         self._map_slots: list[tuple[int, int, Any, Any]] = []
         self._mapped = [0] * len(maps)
@@ -58,16 +59,17 @@ class BoundLaunch:
 
     def run(self, addresses: list[int]) -> None:
         """Launch on the current stream with these addresses of the moving tensors."""
-        arguments, numbers = self.arguments, self.numbers
+        arguments, direct = self.arguments, self.direct
+        memory = arguments.memory
         with arguments.lock:
             for slot, place in self._number_slots:
-                numbers[slot] = addresses[place]
+                memory[slot] = addresses[place]
             for index, place, shape, strides in self._map_slots:
                 address = addresses[place]
                 if self._mapped[index] != address:
-                    self.direct.set_map(arguments, index, (address, shape, strides))
+                    direct.set_map(arguments, index, (address, shape, strides))
                     self._mapped[index] = address
-            self.direct.run(self.grid, arguments, numbers)
+            direct.run(self.grid, arguments)
 
 
 def _flat(kinds: tuple, args: Any) -> Iterable[tuple[str, Any]]:
@@ -111,27 +113,32 @@ class BoundStep:
         for launch in launches:
             launch(bind)
 
-    def run(self, moving: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> bool:
-        """Launch for these tensors, like those it was made with but for their addresses; False: it cannot.
+    def addresses(self, moving: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> list[int] | None:
+        """Those of `moving`, for `launch`; None: it cannot launch for these tensors.
 
-        `fixed` must lie where they did, and addresses be aligned as they were.
+        They are like those it was made with but for their addresses; `fixed` must lie where they did, and addresses be
+        aligned as they were.
         """
         addresses = list(map(_address, moving))
         if list(map(_address, fixed)) != self._fixed or hooked():
-            return False
+            return None
         bits = 0
         for i in self._aligned:
             bits |= addresses[i]
         if bits & 15:
-            return False
+            return None
         for i in self._unaligned:
             if not addresses[i] & 15:
-                return False
+                return None
+        return addresses
+
+    def launch(self, addresses: list[int], start: int = 0) -> None:
+        """Make the launches from number `start` on, on the current stream of the device it was made on."""
+        launches = self._launches[start:] if start else self._launches
         if self._driver.device() == self._device:
-            for launch in self._launches:
+            for launch in launches:
                 launch.run(addresses)
         else:
             with self._driver.on(self._device):
-                for launch in self._launches:
+                for launch in launches:
                     launch.run(addresses)
-        return True

@@ -44,7 +44,10 @@ class CudaDriver:
 
     def launch(self, function: Any, grid: tuple[int, int, int], threads: int, shared: int, pointers: Any) -> None:
         """Launch on the current stream of the current device; what `pointers` point to is copied during the call."""
-        stream = self._handle_of(self._stream(self.device()))
+        current = self._stream(self.device())
+        stream = self._streams.get(current)
+        if stream is None:
+            stream = self._handle_of(current)
         status = self._launch(function, *grid, threads, 1, 1, shared, stream, pointers, None)
         if status == _INVALID_CONTEXT:  # the first use of CUDA on this thread
             self._make_current()
@@ -52,12 +55,10 @@ class CudaDriver:
         self._check(status)
 
     def _handle_of(self, stream: int) -> ctypes.c_void_p:
-        found = self._streams.get(stream)
-        if found is None:
-            if len(self._streams) >= 256:
-                self._streams.clear()
-            found = self._streams[stream] = ctypes.c_void_p(stream)
-        return found
+        if len(self._streams) >= 256:
+            self._streams.clear()
+        made = self._streams[stream] = ctypes.c_void_p(stream)
+        return made
 
     def _make_current(self) -> None:
         device, context = ctypes.c_int(), ctypes.c_void_p()

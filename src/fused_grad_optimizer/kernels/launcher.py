@@ -91,9 +91,13 @@ class DirectLaunch:
         _collect(self.layout.kinds, args, numbers, maps)
         return numbers, maps
 
-    def run(self, grid: tuple[int, int, int], arguments: Arguments, numbers: list[int]) -> None:
-        """Launch on the current stream. `arguments.maps` are in place; the caller holds `arguments.lock`."""
-        self.pack(arguments.memory, 0, *numbers)
+    def run(self, grid: tuple[int, int, int], arguments: Arguments, numbers: list[int] | None = None) -> None:
+        """Launch on the current stream. The caller holds `arguments.lock`.
+
+        `arguments.maps` are in place; so is what `arguments.memory` holds, if there are no `numbers` to put there.
+        """
+        if numbers is not None:
+            self.pack(arguments.memory, 0, *numbers)
         self.driver.launch(self.function, grid, self.threads, self.shared, arguments.pointers)
 
     def set_map(self, arguments: Arguments, index: int, encoded_from: tuple) -> None:
