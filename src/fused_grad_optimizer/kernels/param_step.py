@@ -80,10 +80,10 @@ def param_step_kernel(
 
 
 def launch_options() -> dict[str, Any]:
-    """Warps and registers: left to itself, ptxas spills one register of one variant to have more blocks resident."""
+    """Warps and registers. Without a limit, even one that none reaches, ptxas spills a register of one variant."""
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}  # fusion: see wgrad_step
     if torch.version.hip is None and not interpreting():
-        options["maxnreg"] = 64
+        options["maxnreg"] = 128
     return options
 
 
