@@ -20,7 +20,7 @@ LAYERS = [
     ("rules", "storage"),
     ("kernels",),
     ("ops",),
-    ("_applied_grad", "_folding", "_foreach", "factored_grad", "modules"),
+    ("_applied_grad", "_copies", "_factors", "_folding", "_foreach", "_no_memory", "factored_grad", "modules"),
     ("_backward_pass", "_flags", "_hooks", "_parameters", "_plans", "_small", "_state_io", "memory", "optimizer"),
     ("manager", "convert"),
     ("distributed", "integrations"),
