@@ -31,8 +31,9 @@ class NoMemory(torch.Tensor):
     def data_ptr(self) -> int:
         raise self._without_memory("data_ptr")
 
-    def untyped_storage(self):
-        raise self._without_memory("untyped_storage")
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """An empty one, of its device."""
+        return torch.UntypedStorage(0, device=self.device)
 
     def numpy(self, *, force: bool = False) -> Any:
         return self._elements("numpy").numpy(force=force)
