@@ -440,10 +440,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._apply_skips()
         result = super().state_dict()
         result["state"] = _state_io.export_state(result["state"])
+        for group in result["param_groups"]:
+            group.update(self.rule.stated)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state saved here or by torch.optim's optimizer of the same rule; states are converted to `state`.
+
+        A file without `decoupled_weight_decay` in its groups (of an older torch, or an early version of this package)
+        does not tell AdamW from Adam: its weight decay is taken to be of this optimizer's kind.
 
         Raises:
             ValueError: it does not fit this optimizer; nothing has been changed then.
