@@ -188,6 +188,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _begin(self) -> None:
         """Once between two `step()`s, before the first update; and again after a backward that moved nothing."""
+        with self._pass.lock:  # the first updates of two devices may come together: one begins, the other waits
+            self._begin_once()
+
+    def _begin_once(self) -> None:
         if self._began:
             if self._number == self._pass.number:
                 return
