@@ -64,6 +64,19 @@ def is_nested() -> bool:
     return engine_calls > outer
 
 
+def comes_to(parameter: torch.Tensor) -> bool:
+    """Whether the running backward comes to this parameter's gradient; True where that cannot be known.
+
+    One that reentrant checkpointing started knows only its own segment.
+    """
+    if is_nested():
+        return True
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # no view of it can be made, or `inputs` were given
+        return True
+
+
 def _outermost_node() -> Any:
     """The node that the outermost backward on this thread is running, seen from a nested one; None if unknown."""
     node = None

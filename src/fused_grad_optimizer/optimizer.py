@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_grad_optimizer import _hooks, _plans, _state_io
 from fused_grad_optimizer._applied_grad import AppliedGrad
-from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
+from fused_grad_optimizer._backward_pass import BackwardPass, comes_to, watch_grad_scaler
 from fused_grad_optimizer._flags import SkipFlags
 from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import (
@@ -198,8 +198,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.end()
             self._began = False
         refuse_several_processes()
-        if self.when == "backward":  # in step() they are checked when it is known which are stepped
-            self._check_memory()
+        if torch._C._current_graph_task_id() >= 0:  # step() has checked those that it steps
+            self._check_memory(comes_to)
         self._strangers.warn(self._records)
         self._apply_skips()
         self._scalars.clear()
@@ -219,10 +219,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return record
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, concerns: Callable[[torch.Tensor], bool] = lambda parameter: True) -> None:
+        """Raise `ValueError` if a trainable parameter that this `concerns` cannot be stepped in its memory."""
         for parameter, record in self._records.items():
             if parameter.requires_grad:
-                check_memory(parameter, record.name, self.weight_mode)
+                try:
+                    check_memory(parameter, record.name, self.weight_mode)
+                except ValueError:
+                    if concerns(parameter):
+                        raise
 
     def _end(self) -> None:
         if self._began:
