@@ -178,10 +178,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             give_up(parameter, self)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        return self._records[parameter].name
+        """The name in messages.
+
+        Raises:
+            ValueError: the optimizer has no such parameter.
+        """
+        record = self._records.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        if record is None:
+            raise ValueError(f"{shown(parameter)} is not a parameter of this optimizer")
+        return record.name
 
     def watch(self, model: nn.Module) -> None:
         """Warn from now on when the model holds trainable parameters that this optimizer does not step."""
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         self._strangers = Strangers(model)
 
     # -- stepping ----------------------------------------------------------------------------------------------------

@@ -245,6 +245,16 @@ def test_malformed(when, what):
     run(model, optimizer, 1)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_state():
+    model = mlp()
+    optimizer = forge.fuse(model, lr=LR)
+    run(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = torch.quantize_per_tensor(KEPT, 1.0, 0, torch.qint8)
+    refused(model, optimizer, saved, r"exp_avg of 0\.weight has .*torch\.qint8")
+
+
 def test_lion_without_its_state_is_refused_and_without_a_step_continues():
     dense, _ = pair(mlp)
     theirs = Lion(dense.parameters(), lr=1e-3)

@@ -82,9 +82,12 @@ def factored_linear(
     """x W^T + b (x W + b for `transposed`) with a factored gradient of `weight`.
 
     Follows autocast: x and bias are cast to its dtype and the weight for the product only, without autocast's cache,
-    which would go stale when the weight is updated inside one autocast block.
+    which would go stale when the weight is updated inside one autocast block. Sparse and nested x take the ordinary
+    path: their gradient is no product of two matrices.
     """
     x = _unwrap_if_dead(x)
+    if x.layout is not torch.strided or x.is_nested:
+        return F.linear(x, weight.t() if transposed else weight, bias)
     apply = _apply_transposed if transposed else _apply_linear
     autocast = _any_autocast() and torch.is_autocast_enabled(x.device.type)
     if autocast and x.dtype != torch.float64 and weight.dtype != torch.float64:
