@@ -40,6 +40,9 @@ class AppliedGrad(NoMemory):
     def __deepcopy__(self, memo) -> None:
         return None
 
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self.parameter_name, tuple(self.shape), self.stride(), self.dtype, self.device)
+
     def share_memory_(self) -> AppliedGrad:
         return self  # there is none
 
@@ -63,3 +66,7 @@ class AppliedGrad(NoMemory):
             return AppliedGrad(args[0], args[0].parameter_name, kwargs.get("dtype"), kwargs.get("device"))
         found = [a for a in tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
         raise found[0]._without_memory(str(func))
+
+
+def _rebuild(name, shape, strides, dtype, device) -> AppliedGrad:
+    return AppliedGrad(torch.empty_strided(shape, strides, device="meta"), name, dtype, device)

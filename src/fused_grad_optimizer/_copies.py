@@ -20,6 +20,11 @@ def is_modified(grad: FactoredGrad) -> bool:
     return grad._dense_version is not None and version_of(grad.dense) != grad._dense_version
 
 
+def mark_modified(grad: FactoredGrad) -> None:
+    """For a copy of a gradient that was: it stays so whatever is added."""
+    grad._versions.append((next(t for t in _tensors(grad) if not t.is_inference()), MODIFIED))
+
+
 def check_unmodified(grad: FactoredGrad, name: str = "a weight") -> None:
     """Raise `RuntimeError` if a tensor of which this gradient consists was modified in place since it came."""
     for tensor, version in grad._versions:
@@ -59,8 +64,10 @@ def deepcopy(grad: FactoredGrad, memo: dict[int, Any]) -> FactoredGrad:
     copy.pairs = [(dy.clone(), x.clone()) for dy, x in grad.pairs]
     copy.rows = [(ids.clone(), dy.clone()) for ids, dy in grad.rows]
     copy.dense = grad.dense.clone() if grad.dense is not None else None
-    copy._dense_version = MODIFIED if is_modified(grad) else None
+    copy._dense_version = None
     copy._scale = grad._scale.clone() if isinstance(grad._scale, torch.Tensor) else grad._scale
     copy._versions = versions_of(copy.pairs, copy.rows)
+    if is_modified(grad):
+        mark_modified(copy)
     memo[id(grad)] = copy
     return copy

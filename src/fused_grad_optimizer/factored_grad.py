@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fused_grad_optimizer import _copies, _folding, _foreach, ops
-from fused_grad_optimizer._copies import is_modified
+from fused_grad_optimizer._copies import is_modified, mark_modified
 from fused_grad_optimizer._factors import (
     MODIFIED,
     Pair,
@@ -316,7 +316,7 @@ def _rebuild(shape, dtype, device, pairs, rows, dense, scale, modified=False) ->
     result = FactoredGrad(shape, dtype, pairs=pairs, rows=rows, dense=dense, device=device)
     result._scale = scale
     if modified:
-        result._dense_version = MODIFIED
+        mark_modified(result)
     return result
 
 

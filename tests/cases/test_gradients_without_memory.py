@@ -120,6 +120,17 @@ def test_a_parameter_with_such_a_gradient_becomes_a_fake_one(when):
     optimizer.step()
 
 
+def test_the_mark_of_an_applied_gradient_is_saved_as_one():
+    model = nn.Linear(4, 2)
+    optimizer = forge.fuse(model, when="backward", lr=LR)
+    model(X).sum().backward()
+    for again in (through_a_file(model.weight.grad), pickle.loads(pickle.dumps(model.weight.grad))):
+        assert again.shape == (2, 4) and "'weight'" in repr(again)
+        with pytest.raises(RuntimeError, match="'weight' was already applied"):
+            again.sum()
+    optimizer.step()
+
+
 def test_shared_memory_is_told():
     gradient = factored()
     assert not gradient.is_shared()
@@ -223,6 +234,8 @@ def test_a_copy_of_a_modified_gradient_is_modified(way):
     again = COPIES[way](gradient)
     with pytest.raises(RuntimeError, match="modified in place"):
         again.to_dense()
+    with pytest.raises(RuntimeError, match="modified in place"):  # a fold may come first
+        again.add_(torch.ones(2, 4)).to_dense()
     assert right(COPIES[way](factored()).to_dense())
 
 
