@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fused_grad_optimizer._no_memory import NoMemory, forbid_pointers
 
-class AppliedGrad(torch.Tensor):
+
+class AppliedGrad(NoMemory):
     """Stands in `p.grad` after an update in backward: any use of it is an error that says what to do instead."""
 
     parameter_name: str
@@ -23,6 +25,7 @@ class AppliedGrad(torch.Tensor):
         self = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=dtype, device=device
         )
+        forbid_pointers(self)
         self.parameter_name = name
         return self
 
@@ -37,13 +40,19 @@ class AppliedGrad(torch.Tensor):
     def __deepcopy__(self, memo) -> None:
         return None
 
+    def __reduce_ex__(self, protocol):
+        return _rebuild, (self.parameter_name, tuple(self.shape), self.stride(), self.dtype, self.device)
+
     def share_memory_(self) -> AppliedGrad:
         return self  # there is none
 
-    def __dlpack__(self, *args, **kwargs):
-        raise self._error("__dlpack__")
+    def is_shared(self) -> bool:
+        return True  # as share_memory_() leaves it: nothing is missing
 
-    def _error(self, operation: str) -> RuntimeError:
+    def _elements(self, operation: str) -> torch.Tensor:
+        raise self._without_memory(operation)
+
+    def _without_memory(self, operation: str) -> RuntimeError:
         return RuntimeError(
             f"{operation}: the gradient of {self.parameter_name!r} was already applied during backward "
             "(when='backward'). Clipping, gradient norms and a second backward before step() need when='step'. "
@@ -56,4 +65,8 @@ class AppliedGrad(torch.Tensor):
             kwargs = kwargs or {}
             return AppliedGrad(args[0], args[0].parameter_name, kwargs.get("dtype"), kwargs.get("device"))
         found = [a for a in tree_leaves((args, kwargs)) if isinstance(a, AppliedGrad)]
-        raise found[0]._error(str(func))
+        raise found[0]._without_memory(str(func))
+
+
+def _rebuild(name, shape, strides, dtype, device) -> AppliedGrad:
+    return AppliedGrad(torch.empty_strided(shape, strides, device="meta"), name, dtype, device)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from fused_grad_optimizer._locks import new_lock
+
 # Graph tasks whose root is a loss scaled by an enabled GradScaler.
 _SCALED_TASKS: set[int] = set()
 
@@ -62,6 +64,19 @@ def is_nested() -> bool:
     return engine_calls > outer
 
 
+def comes_to(parameter: torch.Tensor) -> bool:
+    """Whether the running backward comes to this parameter's gradient; True where that cannot be known.
+
+    One that reentrant checkpointing started knows only its own segment.
+    """
+    if is_nested():
+        return True
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # no view of it can be made, or `inputs` were given
+        return True
+
+
 def _outermost_node() -> Any:
     """The node that the outermost backward on this thread is running, seen from a nested one; None if unknown."""
     node = None
@@ -108,6 +123,7 @@ class BackwardPass:
         moved: names of the parameters updated, in order.
         armed: whether a backward may start now; False again after one, if there is a `closed_message`.
         number: changes when a backward begins that no earlier one belongs to.
+        lock: held while a backward is entered, and while an optimizer begins a pass.
     """
 
     def __init__(self, closed_message: str | None = None) -> None:
@@ -115,6 +131,8 @@ class BackwardPass:
         self.armed = closed_message is None
         self._queues: list[Queue] = []
         self.number = 0
+        # Each device has an autograd thread of its own: their first updates may come at the same time.
+        self.lock = new_lock()
         self.end()
 
     def end(self) -> None:
@@ -167,20 +185,24 @@ class BackwardPass:
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        if task not in self._open:
-            nested = is_nested()
-            _refuse_scaled(task, nested)
-            if nested or task > self._first_nested:
-                self._refuse_second(nested)
-                if not self.armed:
-                    raise RuntimeError(self.closed_message)
-            if nested:
-                self._find_outermost()
-                self._first_nested = task if self._first_nested < 0 else self._first_nested
-            else:
-                self._open.pop(_UNKNOWN, None)
-            self._watch(task, outermost=not nested)
-        self._task = task
+        with self.lock:
+            if task not in self._open:
+                self._enter_first(task)
+            self._task = task
+
+    def _enter_first(self, task: int) -> None:
+        nested = is_nested()
+        _refuse_scaled(task, nested)
+        if nested or task > self._first_nested:
+            self._refuse_second(nested)
+            if not self.armed:
+                raise RuntimeError(self.closed_message)
+        if nested:
+            self._find_outermost()
+            self._first_nested = task if self._first_nested < 0 else self._first_nested
+        else:
+            self._open.pop(_UNKNOWN, None)
+        self._watch(task, outermost=not nested)
 
     def _refuse_second(self, nested: bool) -> None:
         """Raise if the running backward is not the one that the earlier updates belong to."""

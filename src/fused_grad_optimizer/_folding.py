@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING
 
+from fused_grad_optimizer._locks import new_lock
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 
 if TYPE_CHECKING:
     from fused_grad_optimizer.factored_grad import FactoredGrad
 
 # Held while a gradient is added to or folded: backwards of several threads, and their hooks, meet in one `.grad`.
-LOCK = threading.RLock()
+LOCK = new_lock()
 
 
 def fold(grad: FactoredGrad) -> FactoredGrad:

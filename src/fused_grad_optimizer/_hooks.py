@@ -10,7 +10,7 @@ import torch
 
 from fused_grad_optimizer import _plans
 from fused_grad_optimizer._applied_grad import AppliedGrad
-from fused_grad_optimizer._parameters import ParameterRecord, check_gradient
+from fused_grad_optimizer._parameters import ParameterRecord, check_gradient, check_memory
 from fused_grad_optimizer._small import is_small
 from fused_grad_optimizer.factored_grad import FactoredGrad
 
@@ -57,6 +57,7 @@ def _apply_gradient(optimizer: FusedOptimizer, parameter: torch.Tensor) -> None:
         return
     check_gradient(grad, parameter, record.name)
     parameter.grad = None
+    check_memory(parameter, record.name, optimizer.weight_mode)  # a reentrant checkpoint may hide it when a pass begins
     if is_small(parameter, grad):
         optimizer._queue.add(parameter, group, grad)
     else:

@@ -6,7 +6,6 @@ them ends. A group with one set of scalars and dtypes takes one launch of the ch
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fused_grad_optimizer._applied_grad import AppliedGrad
+from fused_grad_optimizer._locks import new_lock
 from fused_grad_optimizer.kernels import triton_reason
 from fused_grad_optimizer.storage import state_storage, weight_storage
 
@@ -142,7 +142,7 @@ class SmallQueue:
         self._optimizer = weakref.ref(optimizer)
         self._entries: dict[int, Entry] = {}  # by id of the parameter
         self._elements = 0
-        self._lock = threading.Lock()  # each device has an autograd thread of its own
+        self._lock = new_lock()  # each device has an autograd thread of its own
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
     def add(self, parameter: torch.Tensor, group: dict[str, Any], grad: torch.Tensor) -> None:

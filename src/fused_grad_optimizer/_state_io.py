@@ -65,6 +65,7 @@ def read_state(
                 values = _converted(optimizer, parameter, saved_state[saved_id])
                 if values:
                     state[parameter] = values
+    _check_order(optimizer.param_groups, saved_groups)
     return copy.deepcopy(groups), state
 
 
@@ -95,6 +96,22 @@ def _settings(rule: Rule, i: int, group: dict[str, Any], saved: Any) -> dict[str
     changes = {k: v for k, v in saved.items() if k not in ("params", "param_names") and k not in _FOREIGN}
     settings = check_settings(rule, {**group, **changes})
     return {k: settings[k] for k in changes if k != "decoupled_weight_decay"}
+
+
+def _check_order(groups: Sequence[Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the same names in another order: states go by position. Other names are those of a wrapped model, say."""
+    own, saved = _names(groups), _names(saved_groups)
+    if own == saved or set(own) != set(saved) or len(own) != len(saved):
+        return
+    at = next(k for k, (a, b) in enumerate(zip(own, saved)) if a != b)
+    raise ValueError(
+        f"state_dict has the parameters in another order: {shown(saved[at])} where the optimizer has {shown(own[at])}. "
+        "States are loaded by position: give the parameters in the order of the file"
+    )
+
+
+def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [name for group in groups for name in group.get("param_names") or () if isinstance(name, str)]
 
 
 def _converted(optimizer: FusedOptimizer, parameter: torch.Tensor, values: Any) -> dict[str, Any]:
@@ -140,7 +157,7 @@ def _check_states(rule: Rule, name: str, parameter: torch.Tensor, saved: Mapping
             raise ValueError(f"state_dict holds {shown(key)} for {name}; {rule.name} has {sorted(known) or 'none'}")
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{key} of {name} is a {type(value).__name__} in state_dict; a tensor is needed")
-        if value.layout != torch.strided or value.is_meta or value.is_complex():
+        if value.layout != torch.strided or value.is_meta or value.is_complex() or value.is_quantized:
             raise ValueError(
                 f"{key} of {name} has layout {value.layout}, dtype {value.dtype} on {value.device} in state_dict; "
                 "a strided tensor of real numbers with memory is needed"

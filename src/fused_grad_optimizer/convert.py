@@ -153,6 +153,8 @@ def convert(model: nn.Module, exclude: Exclude = None) -> nn.Module:
 
 def conversion_report(model: nn.Module) -> ConversionReport:
     """Which modules of the model have factored gradients now, and why the others have not."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     report = ConversionReport()
     covered: set[int] = set()
     for name, module in model.named_modules():

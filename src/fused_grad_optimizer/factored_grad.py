@@ -16,12 +16,25 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fused_grad_optimizer import _folding, _foreach, ops
+from fused_grad_optimizer import _copies, _folding, _foreach, ops
+from fused_grad_optimizer._copies import is_modified, mark_modified
+from fused_grad_optimizer._factors import (
+    MODIFIED,
+    Pair,
+    alike,
+    check_parts,
+    inverse,
+    is_scalar,
+    same_scale,
+    unit_stride,
+    version_of,
+    versions_of,
+)
+from fused_grad_optimizer._no_memory import NoMemory, forbid_pointers
 from fused_grad_optimizer.kernels import Gradient
 from fused_grad_optimizer.kernels.tile_cpu import compute_dtype
 
 aten = torch.ops.aten
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 _wrapper = torch.Tensor._make_wrapper_subclass
 _DETACH = aten.detach.default
@@ -30,12 +43,7 @@ _DETACH = aten.detach.default
 _CHUNK_ELEMENTS = 1 << 22
 
 
-def _unit_stride(t: torch.Tensor) -> torch.Tensor:
-    """`t` [T, features] with a unit last stride, as the kernels need it; a copy only for expanded or strided inputs."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 and t.is_contiguous() else t.contiguous()
-
-
-class FactoredGrad(torch.Tensor):
+class FactoredGrad(NoMemory):
     """The gradient of a weight [N, K] as a list of factors.
 
     Attributes:
@@ -73,13 +81,16 @@ class FactoredGrad(torch.Tensor):
         if device is None:
             source = pairs[0][0] if pairs else rows[0][1] if rows else dense
             device = source.device if source is not None else torch.device("cpu")
-        self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
-        self.pairs = [(_unit_stride(dy), _unit_stride(x)) for dy, x in (pairs or [])]
-        self.rows = list(rows or [])
+        self = _wrapper(cls, tuple(shape), dtype=dtype, device=device)
+        forbid_pointers(self)
+        pairs, rows = list(pairs or []), list(rows or [])
+        if pairs or rows or dense is not None:
+            check_parts(tuple(shape), self.device, pairs, rows, dense)
+        self.pairs, self.rows = [(unit_stride(dy), unit_stride(x)) for dy, x in pairs], rows
         self.dense = dense
-        self._dense_version = _version_of(dense)
+        self._dense_version = version_of(dense)
         self._scale = 1.0
-        self._versions = [(t, t._version) for pair in self.pairs for t in pair if not t.is_inference()]
+        self._versions = versions_of(self.pairs, rows)
         return self
 
     def __init__(self, *args, **kwargs) -> None:
@@ -111,19 +122,7 @@ class FactoredGrad(torch.Tensor):
         tensors = [t for pair in self.pairs for t in pair] + [dy for _, dy in self.rows]
         return tensors + [t for t in (self.dense, self._scale) if isinstance(t, torch.Tensor)]
 
-    def check_unmodified(self, name: str = "a weight") -> None:
-        """Raise `RuntimeError` if a tensor of which this gradient consists was modified in place since it came."""
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"a {tuple(tensor.shape)} tensor that backward saved for the gradient of {name} was modified in "
-                    "place before the optimizer used it; clone the tensor before modifying it, or use when='backward'"
-                )
-        if self._dense_version is not None and _version_of(self.dense) != self._dense_version:
-            raise RuntimeError(
-                f"a tensor that was given for the gradient of {name}, of shape {tuple(self.shape)}, was modified in "
-                "place before the optimizer used it; clone it before giving it away"
-            )
+    check_unmodified = _copies.check_unmodified
 
     def gradient(self) -> Gradient:
         """The operands in the form kernels take; embedding rows are summed by row here.
@@ -140,7 +139,7 @@ class FactoredGrad(torch.Tensor):
         if self.rows:
             ids = torch.cat([i for i, _ in self.rows]) if len(self.rows) > 1 else self.rows[0][0]
             dys = torch.cat([dy.to(dtype) for _, dy in self.rows]) if len(self.rows) > 1 else self.rows[0][1]
-            row_map, row_sums = torch.ops.forge.sum_rows(ids, _unit_stride(dys), self.shape[0], dtype)
+            row_map, row_sums = torch.ops.forge.sum_rows(ids, unit_stride(dys), self.shape[0], dtype)
         scale: torch.Tensor | None = None
         if isinstance(self._scale, torch.Tensor):
             scale = self._scale
@@ -175,7 +174,7 @@ class FactoredGrad(torch.Tensor):
 
     def norm(self, p=2, dim=None, keepdim=False, dtype=None) -> torch.Tensor:  # type: ignore[override]
         """The exact p-norm of all elements (0-d), formed from pieces of the gradient that are dropped one by one."""
-        if dim is not None or keepdim:
+        if dim is not None or keepdim or (isinstance(p, str) and p != "fro"):
             return super().norm(p, dim, keepdim, dtype)
         return self._vector_norm(2.0 if p in (None, "fro") else float(p), dtype)
 
@@ -210,7 +209,7 @@ class FactoredGrad(torch.Tensor):
                 factor.detach().to(device=self.device, dtype=compute_dtype(self.dtype), non_blocking=True).reshape(())
             )
         dense = self.dense * factor if self.dense is not None else None  # first, for memory may run out
-        version = None if self._dense_version in (None, _version_of(self.dense)) else -1  # modified stays modified
+        version = None if self._dense_version in (None, version_of(self.dense)) else MODIFIED
         self.__dict__.update(_scale=self._scale * factor, dense=dense, _dense_version=version)
         return self
 
@@ -223,7 +222,7 @@ class FactoredGrad(torch.Tensor):
                 self._add_dense(other if in_backward or self.dense is not None else other.clone(), in_backward)
                 return self.fold_if_larger()
             if other.pairs or other.rows:
-                if (self.pairs or self.rows) and not _same_scale(self._scale, other._scale):
+                if (self.pairs or self.rows) and not same_scale(self._scale, other._scale):
                     self.fold()
                 if not (self.pairs or self.rows):
                     self._scale = other._scale
@@ -237,7 +236,7 @@ class FactoredGrad(torch.Tensor):
 
     def _add_dense(self, other: torch.Tensor, shared: bool) -> None:
         if self.dense is None:
-            self.dense, self._dense_version = other, _version_of(other) if shared else None
+            self.dense, self._dense_version = other, version_of(other) if shared else None
         else:
             self.check_unmodified()
             self.dense, self._dense_version = self.dense + other, None
@@ -255,6 +254,8 @@ class FactoredGrad(torch.Tensor):
             )
         return self._become(self.to_dense())
 
+    _elements = _densify
+
     # -- copies ----------------------------------------------------------------------------------------------------
 
     @property
@@ -269,32 +270,18 @@ class FactoredGrad(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.__dict__ = new.__dict__
 
-    def share_memory_(self) -> FactoredGrad:
-        """Move what it consists of to shared memory; what is added later is not in it."""
-        self._folded = None  # another process may hold the sum
-        for tensor in (*self.operands(), *(ids for ids, _ in self.rows)):
-            tensor.share_memory_()
-        return self
-
-    def __dlpack__(self, *args, **kwargs):
-        return self._densify("__dlpack__").__dlpack__(*args, **kwargs)
+    share_memory_ = _copies.share_memory_  # type: ignore[assignment]
+    is_shared = _copies.is_shared
 
     def __copy__(self) -> FactoredGrad:
         return self._copy()
 
-    def __deepcopy__(self, memo) -> FactoredGrad:
-        copy = self._copy()
-        copy.pairs = [(dy.clone(), x.clone()) for dy, x in self.pairs]
-        copy.rows = [(ids.clone(), dy.clone()) for ids, dy in self.rows]
-        copy.dense, copy._dense_version = self.dense.clone() if self.dense is not None else None, None
-        copy._scale = self._scale.clone() if isinstance(self._scale, torch.Tensor) else self._scale
-        copy._versions = [(t, t._version) for pair in copy.pairs for t in pair]
-        memo[id(self)] = copy
-        return copy
+    __deepcopy__ = _copies.deepcopy
 
     def __reduce_ex__(self, protocol):
         self._folded = None  # what takes it may share its memory
-        return _rebuild, (tuple(self.shape), self.dtype, self.device, self.pairs, self.rows, self.dense, self._scale)
+        parts = self.pairs, self.rows, self.dense, self._scale
+        return _rebuild, (tuple(self.shape), self.dtype, self.device, *parts, is_modified(self))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -309,36 +296,37 @@ class FactoredGrad(torch.Tensor):
         return _dense_fallback(func, args, kwargs)
 
 
-def _version_of(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
-
-
 def of_pair(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> FactoredGrad:
     """`FactoredGrad(weight.shape, weight.dtype, pairs=[(dy, x)])` in half the time; dY [T, N] and X [T, K]."""
     self = _wrapper(FactoredGrad, weight.shape, dtype=weight.dtype, device=weight.device)
-    dy = dy if dy.is_contiguous() else _unit_stride(dy)
-    x = x if x.is_contiguous() else _unit_stride(x)
+    forbid_pointers(self)
+    dy = dy if dy.is_contiguous() else unit_stride(dy)
+    x = x if x.is_contiguous() else unit_stride(x)
     try:
         versions = [(dy, dy._version), (x, x._version)]
     except RuntimeError:  # an inference tensor has none
-        versions = [(t, t._version) for t in (dy, x) if not t.is_inference()]
+        versions = versions_of([(dy, x)])
     self.__dict__ = {"pairs": [(dy, x)], "rows": [], "dense": None, "_scale": 1.0, "_versions": versions}
     return self
 
 
-def _rebuild(shape, dtype, device, pairs, rows, dense, scale) -> FactoredGrad:
+def _rebuild(shape, dtype, device, pairs, rows, dense, scale, modified=False) -> FactoredGrad:
+    if pairs or rows or dense is not None:
+        device = None  # theirs: `torch.load` may have put them elsewhere
     result = FactoredGrad(shape, dtype, pairs=pairs, rows=rows, dense=dense, device=device)
     result._scale = scale
+    if modified:
+        mark_modified(result)
     return result
 
 
-def _same_scale(a: float | torch.Tensor, b: float | torch.Tensor) -> bool:
-    return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and a == b)
-
-
 def _dense_fallback(func, args, kwargs) -> Any:
-    """Run an operation that is not known on dense gradients; results that alias one are that FactoredGrad again."""
-    seen: dict[int, FactoredGrad] = {}
+    """Run an operation that is not known on dense gradients; results that alias one are that FactoredGrad again.
+
+    Raises:
+        RuntimeError: the operation gave a gradient another shape in place, which it cannot follow.
+    """
+    seen: dict[int, tuple[torch.Tensor, FactoredGrad]] = {}
     made: dict[int, torch.Tensor] = {}  # by content: a gradient that is given twice is one tensor
 
     def dense(value):
@@ -346,12 +334,21 @@ def _dense_fallback(func, args, kwargs) -> Any:
             return value
         tensor = made.get(id(value.__dict__))
         if tensor is None:
-            tensor = made[id(value.__dict__)] = value._densify(str(func))
-            seen[id(tensor)] = value
+            tensor = made[id(value.__dict__)] = aten.alias.default(value._densify(str(func)))
+            seen[id(tensor)] = tensor, value
         return tensor
 
     result = func(*tree_map(dense, args), **tree_map(dense, kwargs))
-    return tree_map(lambda value: seen.get(id(value), value) if isinstance(value, torch.Tensor) else value, result)
+    for tensor, grad in seen.values():
+        held = grad.dense
+        if held is None or tensor.shape != grad.shape or tensor.stride() != held.stride():
+            raise RuntimeError(
+                f"{func} changes the shape or strides of a factored gradient of shape {tuple(grad.shape)} in place, "
+                "which it cannot follow; use the dense tensor that .to_dense() makes"
+            )
+        if torch.Tag.inplace_view in func.tags:  # it may be in other memory now
+            grad._become(tensor)
+    return tree_map(lambda value: seen[id(value)][1] if id(value) in seen else value, result)
 
 
 # -- the operations it knows ---------------------------------------------------------------------------------------
@@ -368,12 +365,6 @@ def _handles(*operations):
     return register
 
 
-def _is_scalar(value) -> bool:
-    return isinstance(value, (int, float)) or (
-        isinstance(value, torch.Tensor) and not isinstance(value, FactoredGrad) and value.dim() == 0
-    )
-
-
 @_handles(aten.clone.default)
 def _clone(func, grad, **kwargs):
     return grad._copy()  # what is in it is never modified in place
@@ -382,6 +373,7 @@ def _clone(func, grad, **kwargs):
 @_handles(aten.detach.default, aten.alias.default)
 def _alias(func, grad):
     view = _wrapper(FactoredGrad, grad.shape, dtype=grad.dtype, device=grad.device)
+    forbid_pointers(view)
     view.__dict__ = grad.__dict__  # an alias shares its content: grad.detach().mul_(0.5) scales grad
     return view
 
@@ -417,9 +409,9 @@ def _zero(func, grad):
 
 @_handles(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
 def _scale_in_place(func, grad, other):
-    if not isinstance(grad, FactoredGrad) or not _is_scalar(other):
+    if not isinstance(grad, FactoredGrad) or not is_scalar(other):
         return NotImplemented
-    return grad._multiply(1.0 / other if func in (aten.div_.Tensor, aten.div_.Scalar) else other)
+    return grad._multiply(inverse(other) if func in (aten.div_.Tensor, aten.div_.Scalar) else other)
 
 
 @_handles(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
@@ -427,9 +419,9 @@ def _scaled(func, grad, other):
     divides = func in (aten.div.Tensor, aten.div.Scalar)
     if not isinstance(grad, FactoredGrad) and not divides:
         grad, other = other, grad
-    if not isinstance(grad, FactoredGrad) or not _is_scalar(other):
+    if not isinstance(grad, FactoredGrad) or not is_scalar(other):
         return NotImplemented
-    return grad._copy()._multiply(1.0 / other if divides else other)
+    return grad._copy()._multiply(inverse(other) if divides else other)
 
 
 @_handles(aten.neg.default)
@@ -439,7 +431,7 @@ def _negated(func, grad):
 
 @_handles(aten.add.Tensor)
 def _sum(func, a, b, *, alpha=1):
-    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or alpha != 1 or a.shape != b.shape:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or alpha != 1 or not alike(a, b):
         return NotImplemented
     first, second = (a, b) if isinstance(a, FactoredGrad) else (b, a)
     return first._copy()._add(second)  # type: ignore[attr-defined]
@@ -447,7 +439,9 @@ def _sum(func, a, b, *, alpha=1):
 
 @_handles(aten.add_.Tensor)
 def _sum_in_place(func, target, other, *, alpha=1):
-    if not isinstance(other, torch.Tensor) or target.shape != other.shape:
+    if not isinstance(other, torch.Tensor) or target.shape != other.shape or target.device != other.device:
+        return NotImplemented
+    if target.layout != other.layout or (other.is_complex() and not target.is_complex()):
         return NotImplemented
     if isinstance(target, FactoredGrad):
         return target._add(other) if alpha == 1 else NotImplemented

@@ -97,7 +97,7 @@ class FusedOptimizerManager:
 
         Raises:
             ValueError: an unknown layer or hyper-parameter or a bad value, no lr was ever given, or a weight whose
-                memory was replaced by some that cannot be stepped.
+                memory was replaced by some that cannot be stepped (used or not; `requires_grad_(False)` excludes it).
             RuntimeError: an exception ended the last backward in its middle.
         """
         common = {**({"lr": lr} if lr is not None else {}), **hyper}

@@ -12,7 +12,7 @@ from torch import nn
 
 from fused_grad_optimizer import _hooks, _plans, _state_io
 from fused_grad_optimizer._applied_grad import AppliedGrad
-from fused_grad_optimizer._backward_pass import BackwardPass, watch_grad_scaler
+from fused_grad_optimizer._backward_pass import BackwardPass, comes_to, watch_grad_scaler
 from fused_grad_optimizer._flags import SkipFlags
 from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer._parameters import (
@@ -178,24 +178,39 @@ class FusedOptimizer(torch.optim.Optimizer):
             give_up(parameter, self)
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        return self._records[parameter].name
+        """The name in messages.
+
+        Raises:
+            ValueError: the optimizer has no such parameter.
+        """
+        record = self._records.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        if record is None:
+            raise ValueError(f"{shown(parameter)} is not a parameter of this optimizer")
+        return record.name
 
     def watch(self, model: nn.Module) -> None:
         """Warn from now on when the model holds trainable parameters that this optimizer does not step."""
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         self._strangers = Strangers(model)
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Once between two `step()`s, before the first update; and again after a backward that moved nothing."""
+        with self._pass.lock:  # the first updates of two devices may come together: one begins, the other waits
+            self._begin_once()
+
+    def _begin_once(self) -> None:
         if self._began:
             if self._number == self._pass.number:
                 return
             self._flags.end()
             self._began = False
         refuse_several_processes()
-        if self.when == "backward":  # step() looks at those that it steps
-            self._check_memory()
+        if torch._C._current_graph_task_id() >= 0:  # step() has checked those that it steps
+            self._check_memory(comes_to)
+        if self.when == "backward":
             self._stepped = {id(p): (group, self._record_of(p)) for group in self.param_groups for p in group["params"]}
         self._strangers.warn(self._records)
         self._apply_skips()
@@ -215,10 +230,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return record
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, concerns: Callable[[torch.Tensor], bool] = lambda parameter: True) -> None:
+        """Raise `ValueError` if a trainable parameter that this `concerns` cannot be stepped in its memory."""
         for parameter, record in self._records.items():
             if parameter.requires_grad:
-                check_memory(parameter, record.name, self.weight_mode)
+                try:
+                    check_memory(parameter, record.name, self.weight_mode)
+                except ValueError:
+                    if concerns(parameter):
+                        raise
 
     def _end(self) -> None:
         if self._began:
@@ -437,10 +457,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._apply_skips()
         result = super().state_dict()
         result["state"] = _state_io.export_state(result["state"])
+        for group in result["param_groups"]:
+            group.update(self.rule.stated)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state saved here or by torch.optim's optimizer of the same rule; states are converted to `state`.
+
+        A file without `decoupled_weight_decay` in its groups (of an older torch, or an early version of this package)
+        does not tell AdamW from Adam: its weight decay is taken to be of this optimizer's kind.
 
         Raises:
             ValueError: it does not fit this optimizer; nothing has been changed then.

@@ -122,3 +122,17 @@ def test_a_manager_keeps_plain_values_too():
     (optimizer,) = manager._optimizers.values()
     assert optimizer.param_groups[0]["betas"] == BETAS and type(optimizer.param_groups[0]["betas"]) is tuple
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
+@pytest.mark.parametrize("arrays", [(0, 1), (1, 0), (0, 0)], ids=["before", "after", "both"])
+def test_tied_layers_with_settings_of_other_types(kind, arrays):
+    """They are compared by value; a setting that is changed later by the caller does not change the layer's."""
+    betas = [SEQUENCES[kind], BETAS]
+    linear = torch.nn.Linear(4, 4)
+    layers = [forge.FusedLinear.from_linear(linear, lr=torch.tensor(LR), betas=betas[i]) for i in arrays]
+    manager = forge.FusedOptimizerManager(torch.nn.Sequential(*layers))
+    assert tuple(float(b) for b in manager._groups["0"]["betas"]) == pytest.approx(BETAS)
+    other = forge.FusedLinear.from_linear(linear, lr=LR, betas=np.array([0.8, 0.5]))
+    with pytest.raises(ValueError, match="0 and 1 share a weight but were given different settings"):
+        forge.FusedOptimizerManager(torch.nn.Sequential(layers[0], other))

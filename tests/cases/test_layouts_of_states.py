@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fused_grad_optimizer as forge
 from fused_grad_optimizer import FusedOptimizer, _small
@@ -216,6 +217,54 @@ def test_a_parameter_with_gaps_that_is_not_stepped_is_left_alone(when):
     a.sum().backward()
     optimizer.step()
     assert torch.equal(a, torch.full((3,), -1.0))
+
+
+BAD = {
+    "gaps": lambda: torch.zeros(4, 6)[:, ::2],
+    "complex": lambda: torch.zeros(4, 3, dtype=torch.complex64),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("bad", BAD)
+def test_a_trainable_parameter_that_the_backward_does_not_come_to_stops_nothing(when, bad):
+    a, b, c = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(3))
+    optimizer = FusedOptimizer([("a", a), ("b", b), ("c", c)], "sgd", lr=1.0, when=when)
+    b.data = BAD[bad]()
+    for _ in range(2):
+        (a.sum() + 2 * c.sum() + b.detach().abs().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.autograd.backward(a.sum() + b.abs().sum(), inputs=[a])
+    optimizer.step()
+    assert torch.equal(a, torch.full((3,), -3.0)) and torch.equal(c, torch.full((3,), -4.0)) and b.grad is None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_gaps_inside_a_checkpoint_are_refused_and_nothing_is_lost(reentrant, where):
+    """A reentrant segment that runs after other updates is seen too late to stop them: then `step()` names them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = forge.fuse(model, "sgd", lr=LR, when="backward")
+    before = [p.detach().clone() for p in model.parameters()]
+    x = data(0, 3, 4).requires_grad_()
+    bad = model[1].weight
+    bad.data = torch.stack([before[2], before[2]], 2)[..., 0]
+    y = checkpoint(model[1], model[0](x), use_reentrant=reentrant)
+    loss = model[2](y) if where == "first" else y
+    with pytest.raises(ValueError, match=r"1\.weight has strides .*\.contiguous\(\)"):
+        loss.square().sum().backward()
+    moved = [n for (n, p), q in zip(model.named_parameters(), before) if not torch.equal(p, q)]
+    assert "1.weight" not in moved and bad.grad is None
+    if moved:
+        assert reentrant and where == "first"
+        with pytest.raises(RuntimeError, match="after it had updated") as caught:
+            optimizer.step()
+        assert all(name in str(caught.value) for name in moved)
+    bad.data = bad.data.contiguous()
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
 
 
 @BOTH

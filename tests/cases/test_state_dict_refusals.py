@@ -98,6 +98,48 @@ def test_a_saved_group_that_does_not_say_which_kind():
     assert continues(dense, theirs, copy.deepcopy(dense), "adamw", {"lr": LR}, "step", older)
 
 
+@BOTH
+@pytest.mark.parametrize("saves, loads", [("adam", "adamw"), ("adamw", "adam")])
+def test_weight_decay_of_another_kind_saved_here(when, saves, loads):
+    dense, fused = pair(mlp)
+    ours = forge.fuse(fused, saves, when=when, lr=LR, weight_decay=0.3)
+    run(fused, ours, 2)
+    saved = copy.deepcopy(ours.state_dict())
+    other = forge.fuse(dense, loads, when=when, lr=LR, weight_decay=0.3)
+    refused(dense, other, saved, f"decoupled_weight_decay=.* rule '{loads}' .*; use rule '{saves}'")
+    ours.load_state_dict(saved)
+    assert "decoupled_weight_decay" not in ours.param_groups[0]
+    for group in saved["param_groups"]:  # as files of earlier versions
+        del group["decoupled_weight_decay"]
+    other.load_state_dict(saved)
+    assert int(other.state[dense[0].weight]["step"]) == 2
+
+
+def test_weight_decay_of_another_kind_in_a_manager():
+    """A state_dict whose key was renamed by hand."""
+
+    def made(rule):
+        model = nn.Sequential(forge.FusedLinear.from_linear(nn.Linear(6, 3), rule, "fp32", lr=LR, weight_decay=0.1))
+        return model, forge.FusedOptimizerManager(model)
+
+    (_, manager), (_, other) = made("adam"), made("adamw")
+    saved = {"adamw/fp32": manager.state_dict()["adam/fp32"]}
+    with pytest.raises(ValueError, match="use rule 'adam'"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("saves, loads", [("adam", "adam"), ("adamw", "adamw"), ("adamw", "adam")])
+def test_torch_s_optimizers_go_on_from_what_is_saved_here(saves, loads):
+    """torch's Adam follows what is said. (Its AdamW is always decoupled.)"""
+    dense, fused = pair(mlp)
+    ours = forge.fuse(fused, saves, when="step", lr=LR, weight_decay=0.3)
+    run(fused, ours, 2)
+    dense.load_state_dict(fused.state_dict())
+    theirs = ADAMS[loads](dense.parameters(), lr=5.0)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert passes(dense, fused, 3, train(dense, theirs, fused, ours, loss))
+
+
 # -- what is shared ----------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +243,16 @@ def test_malformed(when, what):
         groups[0]["lr"] = 0.5  # would show that it was loaded
     refused(model, optimizer, saved, message)
     run(model, optimizer, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_state():
+    model = mlp()
+    optimizer = forge.fuse(model, lr=LR)
+    run(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["exp_avg"] = torch.quantize_per_tensor(KEPT, 1.0, 0, torch.qint8)
+    refused(model, optimizer, saved, r"exp_avg of 0\.weight has .*torch\.qint8")
 
 
 def test_lion_without_its_state_is_refused_and_without_a_step_continues():

@@ -1,4 +1,4 @@
-"""A model on a GPU that is not the current one."""
+"""A model on a GPU that is not the current one, and one on two GPUs at once."""
 
 from __future__ import annotations
 
@@ -35,3 +35,38 @@ def test_equals_the_same_model_on_the_current_device(when, dtype):
     assert torch.cuda.current_device() == 0
     for a, b in zip(first.parameters(), second.parameters()):
         assert torch.equal(a.cpu(), b.cpu())
+
+
+class Branches(nn.Module):
+    """A branch on each GPU, whose gradients come at the same time, on two threads of autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)).double() for _ in range(2)
+        )
+
+    def forward(self, x):
+        return sum(branch(x.to(branch[0].weight.device)).square().mean().to("cpu") for branch in self.branches)
+
+
+@pytest.mark.parametrize("when", ["backward", "step"])
+def test_a_model_on_two_devices_is_one_pass(when):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.manual_seed(0)
+    dense = Branches()
+    fused = copy.deepcopy(dense)
+    for i, branch in enumerate(fused.branches):
+        branch.to(f"cuda:{i}")
+    theirs = torch.optim.AdamW(dense.parameters(), lr=1e-3)
+    ours = forge.fuse(fused, "adamw", lr=1e-3, when=when)
+    for i in range(200):
+        x = torch.randn(8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
+        for model, optimizer in ((dense, theirs), (fused, ours)):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(state["step"] == 200 for state in ours.state.values())
+    for p, q in zip(dense.parameters(), fused.parameters()):
+        assert (p - q.cpu()).abs().max() <= 1e-6

@@ -82,9 +82,12 @@ def factored_linear(
     """x W^T + b (x W + b for `transposed`) with a factored gradient of `weight`.
 
     Follows autocast: x and bias are cast to its dtype and the weight for the product only, without autocast's cache,
-    which would go stale when the weight is updated inside one autocast block.
+    which would go stale when the weight is updated inside one autocast block. Sparse and nested x take the ordinary
+    path: their gradient is no product of two matrices.
     """
     x = _unwrap_if_dead(x)
+    if x.layout is not torch.strided or x.is_nested:
+        return F.linear(x, weight.t() if transposed else weight, bias)
     apply = _apply_transposed if transposed else _apply_linear
     autocast = _any_autocast() and torch.is_autocast_enabled(x.device.type)
     if autocast and x.dtype != torch.float64 and weight.dtype != torch.float64:
@@ -154,6 +157,7 @@ class FusedLinear(nn.Linear):
         Raises:
             ValueError: an unknown rule, state mode or hyper-parameter, or a layer that is not a plain nn.Linear.
         """
+        from fused_grad_optimizer._parameters import check_settings
         from fused_grad_optimizer.convert import reason_to_skip
         from fused_grad_optimizer.rules import get_rule
         from fused_grad_optimizer.storage import check_modes
@@ -163,12 +167,13 @@ class FusedLinear(nn.Linear):
         for name in hyper:
             if name not in rule.defaults:
                 raise ValueError(f"{name} is not a hyper-parameter of {optimizer_type}: {', '.join(rule.defaults)}")
-        rule.validate({**rule.defaults, **hyper})
+        settings = check_settings(rule, {**rule.defaults, "seed": 0, **hyper})
         reason = reason_to_skip(linear) if isinstance(linear, nn.Linear) else f"it is a {type(linear).__name__}"
         if reason is not None:
             raise ValueError(f"from_linear needs a plain nn.Linear: {reason}")
         fused = cls.__new__(cls)
         fused.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in linear.__dict__.items()})
-        fused.fused_config = {"optimizer_type": optimizer_type, "state_mode": state_mode, "hyper": dict(hyper)}
+        kept = {name: settings[name] for name in hyper}
+        fused.fused_config = {"optimizer_type": optimizer_type, "state_mode": state_mode, "hyper": kept}
         register_factored(fused.weight)
         return fused

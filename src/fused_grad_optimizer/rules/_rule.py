@@ -107,6 +107,7 @@ class Rule:
         updates: every `Update` that `select` can return.
         paper: where the formula comes from.
         needs_step: whether updates depend on how many there were before.
+        stated: settings of torch.optim that the rule fixes; saved groups say them.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Rule:
     updates: tuple[Update, ...]
     paper: str
     needs_step: bool = False
+    stated: Mapping[str, Any] = field(default_factory=dict)
 
 
 RULES: dict[str, Rule] = {}

@@ -108,6 +108,7 @@ ADAMW = register_rule(
         updates=(adamw,),
         paper="arXiv:1711.05101",
         needs_step=True,
+        stated={"decoupled_weight_decay": True},
     )
 )
 ADAM = register_rule(
@@ -119,5 +120,6 @@ ADAM = register_rule(
         updates=(adam,),
         paper="arXiv:1412.6980",
         needs_step=True,
+        stated={"decoupled_weight_decay": False},
     )
 )
