@@ -80,8 +80,8 @@ def test_neighbours_are_unrelated():
 def test_pairs_of_a_four_fill_the_square(one, other, apart):
     """Elements that share a hash, in two storages: no part of the square is hit more or less often than another.
 
-    Points of a lattice are not as random as independent ones, but as even: 3% and chance, where 256 of them are expected
-    in each of the 16 x 16 cells.
+    Points of a lattice are not as random as independent ones, but as even: 3% and chance, where 256 of them are
+    expected in each of the 16 x 16 cells.
     """
     count = 4_000_000
     random = bits(count)

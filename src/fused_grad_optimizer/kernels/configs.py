@@ -43,7 +43,7 @@ class HopperConfig:
         slots: units of the accumulator, [64, 128] fp32, in shared memory.
         state_slots: blocks of W and states, [state_rows, 128], in shared memory; at least one for each updater.
         update_warps: of each updater; update_registers: of each of its threads. mma_registers: of the four mma warps.
-        instruction: columns of one wgmma. With 128 shared memory is read for operands a quarter less often than with 64.
+        instruction: columns of one wgmma. 128 need a quarter fewer reads of operands than 64.
     """
 
     state_slots: int

@@ -119,7 +119,7 @@ def _take_like(block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 
 
 def _hash(first: int, like: torch.Tensor, target: Target, keys: tuple[int, int]) -> torch.Tensor | None:
-    """The words of all pairs of the fours that a block beginning at element `first` touches, where a storage needs it."""
+    """Words of all pairs of the fours that a block beginning at element `first` touches, where a storage needs them."""
     if not any(STORAGES[name].stochastic for name in target.storages):
         return None
     count = (first + like.numel() + 3) // 4 - first // 4

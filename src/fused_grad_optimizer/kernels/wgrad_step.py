@@ -169,8 +169,8 @@ def wgrad_step_kernel(
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
     `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens,
-    row stride of dY, row stride of X) is None for a single segment. GROUPED: k is a multiple of 4. `flag` (int32): a value other
-    than 0 leaves everything untouched.
+    row stride of dY, row stride of X) is None for a single segment. GROUPED: k is a multiple of 4. `flag`
+    (int32): a value other than 0 leaves everything untouched.
     """
     if flag is not None:
         if tl.load(flag) != 0:
