@@ -41,7 +41,7 @@ class HopperConfig:
     Attributes:
         stages: operand stages in shared memory.
         slots: units of the accumulator, [64, 128] fp32, in shared memory.
-        state_slots: blocks of W and states, [state_rows, 128], in shared memory; at least one for each updater.
+        state_slots: blocks of W and states, [state_rows, 128], in shared memory; a multiple of the two updaters.
         update_warps: of each updater; update_registers: of each of its threads. mma_registers: of the four mma warps.
         instruction: columns of one wgmma. 128 need a quarter fewer reads of operands than 64.
     """
@@ -68,23 +68,31 @@ class ChunkConfig:
 
 
 _SHARED_MEMORY = 224 << 10  # of a Hopper SM, less some KiB for barriers
-_FEW_TOKENS = 512
+_FEW_TOKENS, _SOME_TOKENS = 256, 512
 
 
 def hopper_config(element_bytes: int, tokens: int | None = None) -> HopperConfig:
     """Configuration for a weight and states of `element_bytes` bytes a parameter (6 for AdamW all in bf16).
 
-    Shared memory goes to what bounds the launch, as measured on an H200: with few tokens the stream of states, 48 KiB
-    of which are kept in flight; with many the operands, which wait behind the states where more than 24 KiB are. Half
-    as much for few tokens costs 15 to 20%, twice as much for many 9%.
+    Shared memory goes to what bounds the launch, as measured on an H200. With few tokens that is the stream of W and
+    states, and two blocks in flight for each updater are 5 to 20% faster than one; with many it is the operands, which
+    wait where more of the stream is in flight (9% slower with two blocks than with one, AdamW at T = 1024).
     """
     base = HopperConfig(state_slots=2)
-    few = tokens is None or tokens <= _FEW_TOKENS
+    tokens = tokens or _FEW_TOKENS
     block = base.state_rows * 128 * element_bytes
-    state_slots = max(2, (48 << 10 if few else 24 << 10) // block)
-    left = _SHARED_MEMORY - state_slots * block - base.slots * (64 * 128 * 4)
-    stages = min(8, left // (base.block_t * (base.block_n + base.block_k) * 2))
-    return HopperConfig(state_slots=state_slots, stages=stages)
+    stage = base.block_t * (base.block_n + base.block_k) * 2
+    rings = _SHARED_MEMORY - base.slots * (64 * 128 * 4)
+    if tokens <= _FEW_TOKENS:
+        in_flight, fewest_stages = 48 << 10, 4
+    elif tokens <= _SOME_TOKENS:
+        in_flight, fewest_stages = 32 << 10, 5
+    else:
+        in_flight, fewest_stages = 16 << 10, 8
+    state_slots = 2 * max(1, round(in_flight / (2 * block)))
+    if tokens <= _SOME_TOKENS and rings - 4 * block >= fewest_stages * stage:
+        state_slots = max(4, state_slots)
+    return HopperConfig(state_slots=state_slots, stages=min(8, (rings - state_slots * block) // stage))
 
 
 # `wgrad_step`. None of these spills registers, with any rule and storage, on sm_80 to sm_120; operand stages take at

@@ -397,6 +397,7 @@ def wgrad_step_hopper_kernel(
 ):  # fmt: skip
     """Persistent over the tiles of a weight [n, k]. `targets`: pointers of W and states, which `w`, `s0` .. `s2`
     describe for TMA. Up to four (dY, X) pairs by descriptors, of t0 .. t3 tokens. A `flag` other than 0: no update."""
+    gl.static_assert(STATE_SLOTS % UPDATERS == 0, "see the module's traps")
     if flag is not None:
         if gl.load(flag) != 0:
             return
