@@ -55,7 +55,7 @@ def give_gradients(parameters, pairs):
 
 
 def microseconds(run, prepare) -> float:
-    """Median us a layer of `run`, with the device idle before it. Prints the least, which other processes disturb less."""
+    """Median us a layer of `run`, with the device idle before it; prints the least and the ninth decile."""
     times = []
     for _ in range(SAMPLES):
         prepare()

@@ -209,6 +209,21 @@ def test_what_one_storages_table_chooses_fits_every_other(changes, dtypes, table
         assert launched(tuned, dtypes, tokens)[1] <= (227 << 10) - 1024  # a table's own entry, whatever it says
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4, 6, 8, 10, 12, 16])
+@pytest.mark.parametrize("tokens", [None, 1, 256, 257, 512, 513, 16384])
+def test_every_updater_has_as_many_state_slots_as_the_other(element_bytes, tokens):
+    """TMA may complete loads out of order: an updater may wait only for slots whose last round it has waited for."""
+    config = hopper_config(element_bytes, tokens)
+    assert config.state_slots >= 2 and config.state_slots % 2 == 0 and config.stages >= 4
+    assert dispatch.shared_memory(config, element_bytes) <= dispatch.SHARED_MEMORY
+
+
+def test_a_table_with_an_odd_number_of_state_slots_is_not_followed(on_card):
+    on_card()
+    config, _ = launched(choice(HOPPER, {"state_slots": 3, "group": 2}), (torch.bfloat16,) * 2, 512)
+    assert config == hopper_config(4, 512)
+
+
 def test_an_entry_of_other_bytes_gives_its_paths_and_their_least_times(tables):
     """Of the Hopper kernel 100 and 300 us, of the chunks 150 and 200: straight lines cross at T = 1024."""
     slow, tuned = choice(HOPPER, {"group": 4}), choice(HOPPER, {"stages": 8, "slots": 3})

@@ -136,10 +136,11 @@ def launcher(
 
 @lru_cache(maxsize=1024)
 def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, int], ...]) -> HopperConfig:
-    """With the changes, or with none of them where shared memory would not do: a kernel must not fail to start."""
+    """With the changes, or with none of them where the kernel could not be launched so: it must not fail to start."""
     config = hopper_config(element_bytes, tokens)
     changed = replace(config, **dict(changes))
-    return changed if shared_memory(changed, element_bytes) <= SHARED_MEMORY else config
+    usable = changed.state_slots % 2 == 0 and shared_memory(changed, element_bytes) <= SHARED_MEMORY
+    return changed if usable else config
 
 
 def shared_memory(config: HopperConfig, element_bytes: int) -> int:

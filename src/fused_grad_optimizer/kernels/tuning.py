@@ -277,9 +277,9 @@ def defaults(hopper: bool) -> Ranges:
     Guesses, to be replaced by `forge bench tune`, from one weight on one H200 (14336 x 4096, AdamW in bf16, us):
 
         T                   128    512   2048   4096   16384
-        wgrad_step_hopper   199    221    454    788    2922
-        wgrad_step          286    347    622
-        chunked             332    388    605           3126
+        wgrad_step_hopper   194    207    420    752    2991
+        wgrad_step          287    343    630   1118    4225
+        chunked             328    387    592    944    3219
     """
     if hopper:
         return Ranges((32768,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")

@@ -6,44 +6,17 @@
 Roles, which meet at mbarriers in shared memory:
 
     load        1 warp      TMA loads of dY [BLOCK_T, BLOCK_N] and X [BLOCK_T, BLOCK_K] into a ring of operand stages
-    state       1 warp      TMA loads of W and states, [STATE_ROWS, 64] at a time, into a ring for each updater
-    mma         4 warps     wgmma over the tokens; hands the accumulator over in units [64, 64] through a ring, and goes
-                            on with the next tile
-    update (2)  8 warps     every other unit each: g and the states from their rings, rule, stores in whole lines
+    state       1 warp      TMA loads of W and states, a block of [STATE_ROWS, 128] at a time, into a ring
+    mma         4 warps     wgmma over the tokens; hands the accumulator over in units [64, 128] through a ring
+    update (2)  4 warps     every other block each: g and the states from the rings, rule, stores in whole lines
 
 So the tensor cores work on the next tile while the memory system streams the states of this one. A state slot is free
-again as soon as its values are in registers: it does not wait for the stores.
+again as soon as its values are in registers: it does not wait for the stores. Measurements, what was tried, and what
+limits the kernel: `docs/hopper_kernel.md`.
 
-What was tried on an H200, 14336 x 4096, T = 512, AdamW in bf16 with stochastic rounding (us; a copy's floor is 169):
-
-    states by plain loads four blocks ahead, 4 or 8 or 16 update warps    393, 268, 289 (the L1 cache left beside the
-                                                                          rings is too small for the bytes in flight)
-    states by TMA, one updater of 8 or 16 warps                           242, 256
-    two updaters of 8 warps (out of step: one computes, one waits)        231, with BLOCK_T = 32: 226 .. 235
-    two of 4, three of 4, four of 4 warps, wgmma of 128 columns           236, 276, 301
-    one hash for two elements, a NaN check that fuses with the sum        219 (nearest rounding: 212)
-    and a ring for all four units of a tile                               212 .. 215
-    one state slot for each updater, blocks of 16 rows                    263, 338
-    dY of a row of tiles kept in shared memory                            359 (leaves one state slot)
-    192 x 128 tiles (17% less to read of the operands)                    230 .. 240
-    a second mma warpgroup                                                219
-    tiles left over in the last wave cut into units                       219 .. 221
-    without the fence before a state slot is freed (wrong)                no faster
-    80 registers for updaters, 160 for mma; bf16 widened by hand          no faster
-    half of X not loaded (wrong): what TMA multicast could save at most   2%
-    Triton 3.9; its cache policies: states evict-first, operands -last    same; 0 .. 3% slower
-
-With few tokens (T = 128: 199) none of these mattered: the rule left out (200), states by cp.async from two or four
-warps (199), 256 bytes of a row at a time by one TMA box (198; with a warp for each updater's states 195), three or four
-state slots (203), another clock (212 at 1.27 GHz). Without stores it takes 182, without loads of states 138.
-
-Nsight Compute, T = 512: L2 78% of its peak, DRAM 69%, shared memory 68%, issue slots 56%, ALU pipe 35%; SMs are active
-94% of the time (27.15 tiles each, so 28 rounds). No single pipe bounds it, and the card is at its power limit of 700 W:
-after a pause a launch takes 212 .. 216 at 1.64 GHz, under steady load up to 240. At T = 128 it is the memory system, at
-89% of a copy's rate between the first tile and the last; those two cost 6%.
-
-Traps: a slot must have been filled in the round before the one waited for (the parity wait passes early otherwise), so
-there are at least as many ring slots as updaters; reads of a state slot must be fenced before TMA may overwrite it.
+Traps: TMA may complete loads out of order, and a wait for a parity passes early on a slot that has not been filled in
+the round before. So an updater must itself have waited for that round of each of its slots: their number is a multiple
+of the updaters'. Reads of a state slot must be fenced before TMA may overwrite it.
 """
 
 from __future__ import annotations
@@ -479,14 +452,14 @@ def arguments(
     k: int,
     config: HopperConfig,
     *,
-    target: Target | None,
-    out: torch.Tensor | None,
-    scalars: torch.Tensor | None,
-    keys: torch.Tensor | None,
-    flag: torch.Tensor | None,
-    update,
-    stores: tuple,
-    stochastic: bool,
+    target: Target | None = None,
+    out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+    flag: torch.Tensor | None = None,
+    update=None,
+    stores: tuple = (),
+    stochastic: bool = False,
 ) -> tuple[list, dict]:
     """Positional arguments and constants of a launch."""
     pairs: list = []
@@ -514,13 +487,9 @@ def arguments(
 def launch(gradient: Gradient, n: int, k: int, config: HopperConfig, through=launcher.launch, **options) -> None:
     """Launch over a whole weight [n, k]: the fused step on `target`, or `out` (fp32 [n, k]) stores the gradient.
 
-    Options are those of `arguments`; what is left out is None.
+    Options are those of `arguments`.
     """
-    filled = {
-        "target": None, "out": None, "scalars": None, "keys": None, "flag": None, "update": None, "stores": (),
-        "stochastic": False, **options,
-    }  # fmt: skip
-    positional, constants = arguments(gradient, n, k, config, **filled)
+    positional, constants = arguments(gradient, n, k, config, **options)
     tiles = -(-n // config.block_n) * -(-k // config.block_k)
     grid = (min(tiles, _multiprocessors(gradient.dys[0].device)),)
     through(wgrad_step_hopper_kernel, grid, positional, constants)
