@@ -281,14 +281,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_cell(setting
 
 
 def test_what_does_not_fit_the_card_is_no_candidate(settings, monkeypatch):
-    """Eight stages and three units leave no room for blocks of W in bf16 and two states in fp32."""
+    """Seven stages leave no room for four blocks of W in bf16 and two states in fp32."""
 
     class Properties:
         multi_processor_count = 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(dispatch, "reason_against_hopper", lambda *arguments: None)
-    wide = {"stages": 8, "slots": 3}
+    wide = {"stages": 7, "state_slots": 4}
     monkeypatch.setitem(configs.CANDIDATES, HOPPER, ({}, wide, {"group": 4}))
     for state, tried in ((None, True), ("fp32", False)):
         found = tune.candidates(kernel.Problem(kernel.Case(256, 128, 16, "adamw", state), settings))
