@@ -73,7 +73,7 @@ def comes_to(parameter: torch.Tensor) -> bool:
         return True
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
-    except RuntimeError:  # no view of it can be made, or `inputs` were given
+    except (RuntimeError, AttributeError):  # no view of it can be made, `inputs` were given, or another torch
         return True
 
 

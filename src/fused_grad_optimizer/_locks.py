@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from typing import Any
 
-_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+_LOCKS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 _FORKING = threading.RLock()
 _held: list[Any] = []
 
 
 def new_lock() -> Any:
-    """A lock that one thread may take several times."""
+    """A lock that one thread may take several times. Who holds one may take those that were made after it."""
     lock = threading.RLock()
-    _LOCKS.add(lock)
+    _LOCKS[next(_NUMBERS)] = lock
     return lock
 
 
 def _before_fork() -> None:
     _FORKING.acquire()
-    for lock in list(_LOCKS):
+    for _, lock in sorted(_LOCKS.copy().items()):
         lock.acquire()
         _held.append(lock)
 

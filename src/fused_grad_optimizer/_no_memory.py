@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 # C functions that no dispatch reaches (DLPack, extensions that take pointers) then raise; they would follow a null.
-forbid_pointers = torch._C._set_throw_on_mutable_data_ptr
+forbid_pointers: Callable[[torch.Tensor], None] = getattr(
+    torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None
+)
 
 
 class NoMemory(torch.Tensor):
@@ -34,6 +36,9 @@ class NoMemory(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty one, of its device."""
         return torch.UntypedStorage(0, device=self.device)
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
 
     def numpy(self, *, force: bool = False) -> Any:
         return self._elements("numpy").numpy(force=force)

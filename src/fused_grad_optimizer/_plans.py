@@ -41,7 +41,7 @@ class Plan:
     Attributes:
         update: what the rule selected.
         dtype, shape, device: of the weight; `storages` as in `Target`; `states` by name, weakly.
-        bound: by layout of the pairs the launches, or how often they could not be bound. They are bound when a layout
+        bound: by layout of the pairs what `ops.bind_step` made, or how often it made nothing. It is asked when a layout
             is seen for the second time: lengths that are seen once are not worth it.
         flag: of `SkipFlags`, of its `generation`.
         applied: the mark for `.grad` that is known to fit the weight, once there is one.
@@ -165,18 +165,18 @@ def update(
     if type(grad) is not FactoredGrad or group["maximize"] or ops.observed():
         return False
     found = _ready(optimizer, parameter, record, group, optimizer.rule.select(group), grad)
-    return found is not None and _launched(found, 0)
+    return found is not None and _launched(found, False)
 
 
-def _launched(found: Ready, start: int) -> bool:
-    """Make the launches from number `start` on. False: the general way is to be taken."""
+def _launched(found: Ready, checked: bool) -> bool:
+    """Make the launches, the check among them unless it is done. False: the general way is to be taken."""
     (launches, _), addresses, targets, state, count, versions = found
     for tensor, version in versions:
         if tensor._version != version:  # a factor that is not as backward left it
             return False
     if state["step"] != count:  # it was stepped since `found`
         return False
-    launches.launch(addresses, start)
+    launches.launch(addresses, checked)
     state["step"] = count + 1
     _increment_version(targets)
     return True
@@ -189,27 +189,36 @@ def update_all(optimizer: FusedOptimizer, entries: list[Entry]) -> None:
     """
     # a graph would read anew, at each replay, the memory that the table was uploaded from
     alone = ops.observed() or _is_capturing()
-    ready, start = ([None] * len(entries), 0) if alone else _checked_together(optimizer, entries)
+    ready, checked = ([None] * len(entries), False) if alone else _checked_together(optimizer, entries)
     drop = optimizer.when == "backward"
-    for (parameter, record, group, grad), found in zip(entries, ready):
-        if found is not None:
-            done = _launched(found, start)
-        else:
-            done = alone and record.plan is not None and update(optimizer, parameter, record, group, grad)
-        if not done:
-            optimizer._update_generally(parameter, record, group, grad)
-        if drop:
-            parameter.grad = None
+    tried = 0
+    try:
+        for (parameter, record, group, grad), found in zip(entries, ready):
+            if found is not None:
+                done = _launched(found, checked)
+            else:
+                done = alone and record.plan is not None and update(optimizer, parameter, record, group, grad)
+            if not done:
+                optimizer._update_generally(parameter, record, group, grad)
+            if drop:
+                parameter.grad = None
+            tried += 1
+    except BaseException:
+        if checked:  # what was found in gradients that were not reached is no update that was skipped
+            for (parameter, record, *_), found in zip(entries[tried:], ready[tried:]):
+                if found is not None and found[3]["step"] == found[4]:
+                    optimizer._flags.of(record.index, parameter.device).zero_()
+        raise
 
 
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _checked_together(optimizer: FusedOptimizer, entries: list[Entry]) -> tuple[list[Any], int]:
-    """For each entry what its plan's launches need, or None; and the number of the launch to go on with.
+def _checked_together(optimizer: FusedOptimizer, entries: list[Entry]) -> tuple[list[Any], bool]:
+    """For each entry what its plan's launches need, or None; and whether the gradients of all of these are checked.
 
-    That is 1 if the gradients of all of these were checked, 0 if they are too few.
+    They are not if they are too few.
     """
     ready: list[Ready | None] = []
     by_device: dict[torch.device, tuple[torch.Tensor, list[Any], list[int]]] = {}
@@ -233,10 +242,10 @@ def _checked_together(optimizer: FusedOptimizer, entries: list[Entry]) -> tuple[
                 count += 1
         ready.append(found)
     if count < _FEWEST:
-        return ready, 0
+        return ready, False
     for flags, some, addresses in by_device.values():
         ops.check_together(some, addresses, flags)
-    return ready, 1
+    return ready, True
 
 
 def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: FactoredGrad, moving: tuple) -> Any:

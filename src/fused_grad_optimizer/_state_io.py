@@ -90,6 +90,9 @@ def _settings(rule: Rule, i: int, group: dict[str, Any], saved: Any) -> dict[str
             hash(saved_id)
         except TypeError:
             raise ValueError(f"'params' of group {i} of state_dict holds {shown(saved_id)}; ids are needed") from None
+    names = saved.get("param_names")
+    if names is not None and not _is_list(names):
+        raise ValueError(f"'param_names' of group {i} of state_dict is {shown(names)}; a list of names is needed")
     amsgrad = saved.get("amsgrad", False)
     if amsgrad is not None and switch(amsgrad) is not False:
         raise ValueError(f"state_dict was saved with amsgrad={shown(amsgrad)}, which is not offered")

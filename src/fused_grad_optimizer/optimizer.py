@@ -252,16 +252,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Between a backward and `step()` those of that backward too, which waits for the device.
         """
-        if self._began:
-            self._flags.restart()
-        skipped = self._flags.collect()
         names = []
-        for parameter, record in self._records.items() if skipped else ():
-            if record.index in skipped:
-                names.append(record.name)
-                state = self.state.get(parameter, {})
-                if skipped[record.index] == "device" and state.get("step", 0) > 0:  # else it was taken away meanwhile
-                    state["step"] -= 1
+        with self._pass.lock:
+            if self._began:
+                self._flags.restart()
+            skipped = self._flags.collect()
+            for parameter, record in self._records.items() if skipped else ():
+                if record.index in skipped:
+                    names.append(record.name)
+                    state = self.state.get(parameter, {})
+                    if skipped[record.index] == "device" and state.get("step", 0) > 0:  # else it was taken away
+                        state["step"] -= 1
         if names:
             warnings.warn(
                 f"NaN or inf in the gradients of {', '.join(names)}: these and their states were left untouched",
@@ -358,7 +359,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an exception ended the last backward in its middle; the message names the layers that moved.
-                Or what a gradient consists of was modified in place; nothing has been changed by this call then.
+                Or what a gradient consists of was modified in place; nothing has been changed by this call then,
+                unless it was this call that modified it, by stepping a weight that another's gradient consists of.
             ValueError: a gradient that cannot be stepped (sparse, or of another shape), or a parameter whose new
                 memory cannot be (strides that leave gaps, say); nothing has been changed by this call then. Or a state
                 of another shape than its parameter, which has not moved then.
@@ -389,7 +391,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         elif not self._began:
             self._strangers.warn(self._records)
         try:
-            self._update_all(todo)
+            with self._pass.lock:  # flags are not read and cleared on another thread meanwhile
+                self._update_all(todo)
         except BaseException:
             self._finish()  # the next step must not take this one's values and flags
             raise
@@ -404,14 +407,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             parameter, record, group, grad = entry
             if record.hook is None:
                 self._hook(parameter)
-            if type(grad) is torch.Tensor and is_small(parameter, grad):
+            if is_small(parameter, grad):
                 small.append(Entry(parameter, group, grad))
-                if self.when == "backward":
-                    parameter.grad = None
             else:
                 large.append(entry)
         _plans.update_all(self, large)
         step_together(self, small)
+        for parameter, *_ in small if self.when == "backward" else ():
+            parameter.grad = None
 
     def _finish(self) -> None:
         """End the pass and take back what stands in `.grad` of the parameters that backward stepped."""

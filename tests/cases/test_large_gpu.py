@@ -97,15 +97,16 @@ def chunked_gradient(dy, x, tokens):
 
 @BOTH
 @pytest.mark.parametrize("state", ["bf16", "bf16-nearest"])
-def test_linear_with_more_than_2_31_elements(when, state):
-    layer = large(nn.Linear, H, V, bias=False)
-    rows = rows_near(V, H)
-    others = torch.tensor([7, V // 3, 2**31 // H + 9, V - 9], device="cuda")
+@pytest.mark.parametrize("width", [H, H + 56])  # the Hopper kernel takes multiples of 16 only
+def test_linear_with_more_than_2_31_elements(when, state, width):
+    layer = large(nn.Linear, width, V, bias=False)
+    rows = rows_near(V, width)
+    others = torch.tensor([7, V // 3, 2**31 // width + 9, V - 9], device="cuda")
     start = layer.weight.detach()[others].float()
     reference = Reference(layer.weight[rows], state)
     optimizer = forge.fuse(layer, when=when, state=state, lr=LR, weight_decay=DECAY, eps=1.0)
     for i in range(3):
-        x = noise(i, 64, H) * 0.1
+        x = noise(i, 64, width) * 0.1
         optimizer.zero_grad()
         y = layer(x)
         upstream = torch.zeros_like(y)

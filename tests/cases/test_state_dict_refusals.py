@@ -206,6 +206,7 @@ MALFORMED = {
     "params a number": (_set(["param_groups", 0, "params"], 5), "group 0 of state_dict must be a dict with a list"),
     "params None": (_set(["param_groups", 0, "params"], None), "group 0 of state_dict must be a dict with a list"),
     "params of lists": (_set(["param_groups", 0, "params"], [[0], 1, 2, 3]), r"'params' of group 0 .* holds \[0\]"),
+    "names a number": (_set(["param_groups", 0, "param_names"], 5), "'param_names' of group 0 of state_dict is 5"),
     "a group that is none": (_set(["param_groups", 0], 5), "group 0 of state_dict must be a dict"),
     "groups a number": (_set(["param_groups"], 5), "'param_groups' of state_dict is 5; a list"),
     "groups None": (_set(["param_groups"], None), "'param_groups' of state_dict is None; a list"),

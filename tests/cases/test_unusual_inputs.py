@@ -37,6 +37,40 @@ def test_sparse_and_nested_inputs(when, kind):
     assert ob.state[b.weight]["step"] == 3
 
 
+class Queries(nn.Module):
+    """Learned queries: a layer's input is a parameter (or a view of one), which is updated too."""
+
+    def __init__(self, viewed: bool) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(data(5, 3, 6))
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.viewed = viewed
+
+    def forward(self) -> torch.Tensor:
+        queries = self.queries[None].expand(2, 3, 6) if self.viewed else self.queries
+        return self.second(self.first(queries).tanh()).square().sum()
+
+
+@BOTH
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.filterwarnings("ignore:.*got a dense gradient")
+def test_an_input_that_is_a_parameter(when, order, viewed):
+    plain, fused = Queries(viewed), Queries(viewed)
+    fused.load_state_dict(plain.state_dict())
+    forge.convert(fused)
+    torch_optimizer = torch.optim.AdamW(list(plain.parameters())[::order], lr=LR)
+    optimizer = forge.FusedOptimizer(list(fused.parameters())[::order], "adamw", lr=LR, when=when)
+    for _ in range(3):
+        for model, stepped in ((plain, torch_optimizer), (fused, optimizer)):
+            stepped.zero_grad()
+            model().backward()
+            stepped.step()
+    for p, q in zip(plain.parameters(), fused.parameters()):
+        assert (p - q).abs().max() <= 1e-3 * LR * 3
+    assert type(fused.second.weight) is nn.Parameter and optimizer.state[fused.first.weight]["step"] == 3
+
+
 @BOTH
 def test_a_state_dict_with_the_same_names_in_another_order(when):
     """Equal shapes would take each other's states, silently."""

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from fused_grad_optimizer import ops  # noqa: E402
-from fused_grad_optimizer.kernels import (  # noqa: E402  # noqa: E402
+from fused_grad_optimizer.kernels import (  # noqa: E402
     Gradient,
     Target,
     cuda_driver,
@@ -288,18 +288,21 @@ def test_bound_launches_move_addresses_only(cuda, monkeypatch):
         (dy,), (x,) = pairs(256, 256, 64)
         return dy, x
 
-    def step(dy, x, through=launcher.launch):
-        finite.check([dy, x], flag, through)
+    def launches(dy, x):
         options = step_options(t, flag)
-        hopper.launch(Gradient([dy], [x]), 256, 256, hopper_config(6), through, **options)
+        return [
+            lambda through: finite.check([dy, x], flag, through),
+            lambda through: hopper.launch(Gradient([dy], [x]), 256, 256, hopper_config(6), through, **options),
+        ]
 
     first, second = operands(), operands()
     with pytest.raises(NotDirect):
-        BoundStep([lambda through: step(*first, through)], [*first, flag, SCALARS, KEYS], fixed)
-    step(*first)
-    step(*second)
+        BoundStep(launches(*first), [*first, flag, SCALARS, KEYS], fixed)
+    for pair in (first, second):
+        for launch in launches(*pair):
+            launch(launcher.launch)
     wanted = cuda.direct[-2:]
-    bound = BoundStep([lambda through: step(*first, through)], [*first, flag, SCALARS, KEYS], fixed)
+    bound = BoundStep(launches(*first), [*first, flag, SCALARS, KEYS], fixed)
     moving = [*second, flag, SCALARS, KEYS]
     addresses = bound.addresses(moving, fixed)
     assert addresses == [t.data_ptr() for t in moving]
@@ -307,7 +310,7 @@ def test_bound_launches_move_addresses_only(cuda, monkeypatch):
         bound.launch(addresses)
         assert cuda.direct[-2:] == wanted
     count, encoded = len(cuda.direct), cuda.encoded
-    bound.launch(addresses, 1)
+    bound.launch(addresses, checked=True)
     assert cuda.encoded == encoded and len(cuda.direct) == count + 1 and cuda.direct[-1] == wanted[1]
     unaligned = torch.zeros(64 * 256 + 8, dtype=torch.bfloat16)[1:].view(-1)
     assert bound.addresses([unaligned, *moving[1:]], fixed) is None

@@ -8,8 +8,8 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from fused_grad_optimizer import FusedOptimizer, _plans  # noqa: E402
-from fused_grad_optimizer.kernels import bound, multi_finite  # noqa: E402
+from fused_grad_optimizer import FusedOptimizer, _flags, _plans  # noqa: E402
+from fused_grad_optimizer.kernels import bound, dispatch, multi_finite  # noqa: E402
 from tests.kernels import fake_training  # noqa: E402
 from tests.kernels.fake_cuda import fake_cuda  # noqa: E402
 from tests.kernels.fake_training import give_gradient, layers, pair  # noqa: E402
@@ -227,11 +227,11 @@ def test_a_launch_that_fails(cuda, monkeypatch, failing):
     versions, calls = trained.versions(), []
     original = bound.BoundStep.launch
 
-    def fail(self, addresses, start=0):
-        calls.append(start)
+    def fail(self, addresses, checked=False):
+        calls.append(checked)
         if len(calls) == 3:
             raise RuntimeError("CUDA error 700")
-        original(self, addresses, start)
+        original(self, addresses, checked)
 
     def fail_at_once(*_):
         raise RuntimeError("CUDA error 700")
@@ -248,3 +248,54 @@ def test_a_launch_that_fails(cuda, monkeypatch, failing):
     assert trained.versions() == [v + 1 for v in versions[:moved]] + versions[moved:]
     trained.step()
     assert trained.counts() == [6] * moved + [5] * (COUNT - moved)
+
+
+@pytest.mark.parametrize("count", [COUNT, 3])
+@pytest.mark.parametrize("hopper", [True, False])
+def test_a_gradient_without_tokens_is_stepped(cuda, monkeypatch, count, hopper):
+    """An expert that no token went to: there is nothing to check, and its moments decay all the same."""
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda device: hopper)
+    trained = Trained(count, warm=0)
+    trained.pairs[2] = pair(tokens=0)
+    for step in range(1, 6):
+        cuda.direct.clear()
+        cuda.triton.clear()
+        trained.step()
+        weight = trained.parameters[2].data_ptr()
+        directly = sum(holds(launch, trained.parameters[2]) for launch in cuda.direct)
+        by_triton = sum(getattr(a, "data_ptr", int)() == weight for launch in cuda.triton for a in launch[4])
+        assert directly + by_triton == 1 and trained.counts() == [step] * count
+
+
+def test_a_failure_before_a_checked_gradient_is_reached_is_no_skip(cuda, monkeypatch):
+    """NaN in layers 1 and 7, the launch of layer 4 fails: of 1 the update was skipped, 7 was not tried."""
+
+    class Done:
+        def synchronize(self):
+            pass
+
+    def end(self):  # as on a device
+        self._pending += [(flags.clone(), Done()) for flags in self._flags.values()]
+
+    monkeypatch.setattr(_flags.SkipFlags, "end", end)
+    trained, calls = Trained(), []
+    check, launch = multi_finite.check, bound.BoundStep.launch
+
+    def find(operands, addresses, flags):
+        check(operands, addresses, flags)
+        flags[[1, 7]] = 1
+
+    def fail(self, addresses, checked=False):
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("out of memory")
+        launch(self, addresses, checked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multi_finite, "check", find)
+        patch.setattr(bound.BoundStep, "launch", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trained.step()
+    with pytest.warns(RuntimeWarning, match="NaN or inf in the gradients of parameter 1:"):
+        assert trained.optimizer.skipped == {"parameter 1": 1}
+    assert trained.counts() == [5, 4, 5, 5] + [4] * (COUNT - 4)

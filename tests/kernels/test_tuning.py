@@ -218,9 +218,16 @@ def test_every_updater_has_as_many_state_slots_as_the_other(element_bytes, token
     assert dispatch.shared_memory(config, element_bytes) <= dispatch.SHARED_MEMORY
 
 
-def test_a_table_with_an_odd_number_of_state_slots_is_not_followed(on_card):
+@pytest.mark.parametrize(
+    "changes",
+    [{"state_slots": 3, "group": 2}, {"stages": 1}, {"slots": 0}, {"state_rows": 64}, {"update_warps": 3},
+     {"instruction": 96}, {"block_n": 64, "block_k": 256, "group": 4, "slots": 4, "stages": 5}],
+    ids=str,
+)  # fmt: skip
+def test_a_table_that_the_kernel_cannot_follow(changes, on_card):
+    """It would hang, not compile, or end the process; the last is of an older kernel."""
     on_card()
-    config, _ = launched(choice(HOPPER, {"state_slots": 3, "group": 2}), (torch.bfloat16,) * 2, 512)
+    config, _ = launched(choice(HOPPER, changes), (torch.bfloat16,) * 2, 512)
     assert config == hopper_config(4, 512)
 
 
@@ -433,6 +440,17 @@ def test_what_the_hopper_kernel_declines_goes_to_another_by_tokens(tables, on_ca
     tuning.forget()
     assert plan(128, 128, 4096).choice == H
     assert plan(128, 120, 1024).choice == P and plan(128, 120, 4096).choice == C
+
+
+@pytest.mark.parametrize("expanded", ["dy", "x"])
+def test_rows_that_lie_on_each_other_are_not_for_tma(expanded, on_card):
+    """Every token has the same row, as in the backward of a sum over them."""
+    on_card()
+    rows = {name: torch.zeros(64, 128, dtype=torch.bfloat16) for name in ("dy", "x")}
+    rows[expanded] = rows[expanded][:1].expand(64, 128)
+    targets = [torch.zeros(128, 128, dtype=torch.bfloat16)] * 3
+    chosen = dispatch.plan(Gradient([rows["dy"]], [rows["x"]]), 128, 128, targets)
+    assert chosen.choice == P and "not on each other" in chosen.reason
 
 
 def test_storing_a_gradient_keeps_to_the_kernels(on_card):

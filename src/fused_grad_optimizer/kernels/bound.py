@@ -84,7 +84,8 @@ class BoundStep:
     """Launches one after the other, on the device that is current now, that share moving and fixed tensors.
 
     Args:
-        launches: functions that each make one launch `through(kernel, grid, args, constants)` instead of making it.
+        launches: functions that each make one launch `through(kernel, grid, args, constants)` instead of making it. The
+            first is the check of the moving tensors, and makes none if there is nothing to check.
         moving, fixed: see `BoundLaunch`.
 
     Raises:
@@ -110,7 +111,10 @@ class BoundStep:
                 raise NotDirect("Triton launches")
             self._launches.append(BoundLaunch(direct, grid, args, moving, fixed))
 
-        for launch in launches:
+        check, *steps = launches
+        check(bind)
+        self._checks = len(self._launches)  # 0 for operands without elements
+        for launch in steps:
             launch(bind)
 
     def addresses(self, moving: Sequence[torch.Tensor], fixed: Sequence[torch.Tensor]) -> list[int] | None:
@@ -132,9 +136,9 @@ class BoundStep:
                 return None
         return addresses
 
-    def launch(self, addresses: list[int], start: int = 0) -> None:
-        """Make the launches from number `start` on, on the current stream of the device it was made on."""
-        launches = self._launches[start:] if start else self._launches
+    def launch(self, addresses: list[int], checked: bool = False) -> None:
+        """Make the launches, without the check if that is done, on the current stream of the device it was made on."""
+        launches = self._launches[self._checks :] if checked else self._launches
         if self._driver.device() == self._device:
             for launch in launches:
                 launch.run(addresses)

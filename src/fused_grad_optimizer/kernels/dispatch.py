@@ -136,11 +136,15 @@ def launcher(
 
 @lru_cache(maxsize=1024)
 def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, int], ...]) -> HopperConfig:
-    """With the changes, or with none of them where the kernel could not be launched so: it must not fail to start."""
+    """With the changes, or with none of them where the kernel might not compile or start so: training must go on.
+
+    Tiles, warps and registers depend on each other: only the order of tiles and the lengths of rings are followed.
+    """
     config = hopper_config(element_bytes, tokens)
     changed = replace(config, **dict(changes))
-    usable = changed.state_slots % 2 == 0 and shared_memory(changed, element_bytes) <= SHARED_MEMORY
-    return changed if usable else config
+    followed = {"group", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
+    usable = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
+    return changed if followed and usable and shared_memory(changed, element_bytes) <= SHARED_MEMORY else config
 
 
 def shared_memory(config: HopperConfig, element_bytes: int) -> int:

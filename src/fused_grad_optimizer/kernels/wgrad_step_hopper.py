@@ -11,12 +11,11 @@ Roles, which meet at mbarriers in shared memory:
     update (2)  4 warps     every other block each: g and the states from the rings, rule, stores in whole lines
 
 So the tensor cores work on the next tile while the memory system streams the states of this one. A state slot is free
-again as soon as its values are in registers: it does not wait for the stores. Measurements, what was tried, and what
-limits the kernel: `docs/hopper_kernel.md`.
+again as soon as its values are in registers, before the stores. Measurements and limits: `docs/hopper_kernel.md`.
 
 Traps: TMA may complete loads out of order, and a wait for a parity passes early on a slot that has not been filled in
-the round before. So an updater must itself have waited for that round of each of its slots: their number is a multiple
-of the updaters'. Reads of a state slot must be fenced before TMA may overwrite it.
+the round before; so each updater has slots of its own: their number is a multiple of the updaters'. A single operand
+stage is never free. Reads of a state slot must be fenced before TMA may overwrite it.
 """
 
 from __future__ import annotations
@@ -370,7 +369,7 @@ def wgrad_step_hopper_kernel(
 ):  # fmt: skip
     """Persistent over the tiles of a weight [n, k]. `targets`: pointers of W and states, which `w`, `s0` .. `s2`
     describe for TMA. Up to four (dY, X) pairs by descriptors, of t0 .. t3 tokens. A `flag` other than 0: no update."""
-    gl.static_assert(STATE_SLOTS % UPDATERS == 0, "see the module's traps")
+    gl.static_assert(STATE_SLOTS % UPDATERS == 0 and STAGES > 1 and UNIT_ROWS % (UPDATERS * STATE_ROWS) == 0, "traps")
     if flag is not None:
         if gl.load(flag) != 0:
             return
@@ -415,8 +414,9 @@ def reason_to_decline(gradient: Gradient, n: int, k: int, targets: list[torch.Te
         return f"inputs are {inputs[0].dtype}, and wgmma takes 16-bit ones in this layout"
     if n == 0 or k == 0 or k % 16 or any(t.shape[0] == 0 for t in inputs):
         return "columns not in multiples of 16 are not stored in whole vectors, or there is no token"
-    if any(t.stride(0) % 8 or t.data_ptr() % 16 for t in inputs) or any(t.data_ptr() % 16 for t in targets):
-        return "TMA needs rows that begin at multiples of 16 bytes"
+    rows_apart = all(t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] and t.data_ptr() % 16 == 0 for t in inputs)
+    if not rows_apart or any(t.data_ptr() % 16 for t in targets):
+        return "TMA needs rows that begin at multiples of 16 bytes, and not on each other"
     if len(targets) > 1 + MOST_STATES or any(t.dtype not in _DTYPES for t in targets):
         return "the storage of the states"
     return None
@@ -425,9 +425,9 @@ def reason_to_decline(gradient: Gradient, n: int, k: int, targets: list[torch.Te
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _descriptor(tensor: torch.Tensor, stride: int, rows: int, columns: int) -> TensorDescriptor:
     layout = _shared_layout(rows, columns, dtype=tensor.dtype)
-    return TensorDescriptor(tensor, list(tensor.shape), [tensor.stride(0), 1], [rows, columns], layout)
+    return TensorDescriptor(tensor, list(tensor.shape), [stride, 1], [rows, columns], layout)
 
 
 def _blocks(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -436,7 +436,7 @@ def _blocks(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
     columns, lane = UNIT_COLUMNS.value, 128 // tensor.element_size()
     n, k = tensor.shape
     if k % lane:
-        return _descriptor(tensor, rows, columns)
+        return _descriptor(tensor, k, rows, columns)
     layout = _shared_layout(rows, columns // lane, lane, dtype=tensor.dtype)
     return TensorDescriptor(tensor, [n, k // lane, lane], [k, lane, 1], [rows, columns // lane, lane], layout)
 
@@ -464,8 +464,8 @@ def arguments(
     """Positional arguments and constants of a launch."""
     pairs: list = []
     for dy, x in zip(gradient.dys, gradient.xs):
-        pairs.append(_descriptor(dy, config.block_t, config.block_n))
-        pairs += [_descriptor(x, config.block_t, config.block_k), dy.shape[0]]
+        pairs.append(_descriptor(dy, dy.stride(0), config.block_t, config.block_n))
+        pairs += [_descriptor(x, x.stride(0), config.block_t, config.block_k), dy.shape[0]]
     pairs += [None, None, 0] * (MOST_PAIRS - len(gradient.dys))
     targets = [target.weight, *target.states] if target is not None else []
     sources = [_blocks(t, config.state_rows) for t in targets]

@@ -83,10 +83,13 @@ def factored_linear(
 
     Follows autocast: x and bias are cast to its dtype and the weight for the product only, without autocast's cache,
     which would go stale when the weight is updated inside one autocast block. Sparse and nested x take the ordinary
-    path: their gradient is no product of two matrices.
+    path: their gradient is no product of two matrices. So does x that is a parameter or a view of one (learned
+    queries): its own update may come before that of the weight, whose gradient needs it as it was.
     """
     x = _unwrap_if_dead(x)
-    if x.layout is not torch.strided or x.is_nested:
+    base = x if x._base is None else x._base
+    is_parameter = base.is_leaf and base.requires_grad and isinstance(base, nn.Parameter)  # isinstance is slow
+    if is_parameter or x.layout is not torch.strided or x.is_nested:
         return F.linear(x, weight.t() if transposed else weight, bias)
     apply = _apply_transposed if transposed else _apply_linear
     autocast = _any_autocast() and torch.is_autocast_enabled(x.device.type)
