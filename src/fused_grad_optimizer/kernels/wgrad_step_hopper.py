@@ -249,7 +249,7 @@ def _store(targets, offsets, mask, results, four, key0, key1, STORES: gl.constex
 
 @gluon.jit
 def _read_block(block, LAYOUT: gl.constexpr):
-    """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in `_folded`."""
+    """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in `_blocks`."""
     if len(block.shape) == 3:
         LANE: gl.constexpr = block.shape[2]
         folded: gl.constexpr = gl.BlockedLayout(
