@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -43,6 +44,13 @@ def both(make: Callable[[], nn.Module], when: str, state: str | None = None, **h
     a, b = pair(make)
     hyper = {"lr": LR, "weight_decay": 0.01, **hyper}
     return a, torch.optim.AdamW(a.parameters(), **hyper), b, forge.fuse(b, "adamw", when=when, state=state, **hyper)
+
+
+def saved_and_loaded(value):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
 
 
 def data(seed: int, *shape: int) -> torch.Tensor:

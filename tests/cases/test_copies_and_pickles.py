@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import subprocess
 import sys
@@ -15,18 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fused_grad_optimizer as forge
 
-from .helpers import BOTH, LR, both, data, mlp, pair, passes, ref, snapshot, train, unchanged
+from .helpers import BOTH, LR, both, data, mlp, pair, passes, ref, saved_and_loaded, snapshot, train, unchanged
 
 
 def loss(model, i):
     return model(data(i, 4, 6)).pow(2).sum()
-
-
-def saved_and_loaded(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 COPIES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 import subprocess
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fused_grad_optimizer as forge
 from fused_grad_optimizer.factored_grad import FactoredGrad
 
-from .helpers import BOTH, LR, data, mlp
+from .helpers import BOTH, LR, data, mlp, saved_and_loaded
 
 DY, X = data(0, 3, 2), data(1, 3, 4)
 WANTED = DY.double().t() @ X.double()
@@ -124,7 +123,7 @@ def test_the_mark_of_an_applied_gradient_is_saved_as_one():
     model = nn.Linear(4, 2)
     optimizer = forge.fuse(model, when="backward", lr=LR)
     model(X).sum().backward()
-    for again in (through_a_file(model.weight.grad), pickle.loads(pickle.dumps(model.weight.grad))):
+    for again in (saved_and_loaded(model.weight.grad), pickle.loads(pickle.dumps(model.weight.grad))):
         assert again.shape == (2, 4) and "'weight'" in repr(again)
         with pytest.raises(RuntimeError, match="'weight' was already applied"):
             again.sum()
@@ -211,18 +210,11 @@ def test_parts_that_do_not_fit_are_refused(what):
         FactoredGrad((2, 4), torch.float32, **parts)
 
 
-def through_a_file(gradient):
-    buffer = io.BytesIO()
-    torch.save(gradient, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 COPIES = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
-    "torch.save": through_a_file,
+    "torch.save": saved_and_loaded,
 }
 
 

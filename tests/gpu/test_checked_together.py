@@ -24,20 +24,6 @@ def needs_the_driver():
         pytest.skip("needs the CUDA driver")
 
 
-@pytest.fixture
-def directly(monkeypatch):
-    """Names of the kernels that were launched directly, in order."""
-    names = []
-    original = launcher.DirectLaunch.run
-
-    def run(self, *args):
-        names.append(self.name)
-        original(self, *args)
-
-    monkeypatch.setattr(launcher.DirectLaunch, "run", run)
-    return names
-
-
 def dtypes_of(kind: str, layer: int) -> tuple[torch.dtype, torch.dtype]:
     """Of the weight and of its factors."""
     if kind == "mixed":
@@ -114,6 +100,16 @@ def test_bits_and_skips_of_one_by_one(monkeypatch, directly, kind, wide, scale):
     assert found[1:] == wanted[1:] and all(torch.equal(a, b) for a, b in zip(found[0], wanted[0]))
 
 
+def stepped() -> tuple[list[nn.Parameter], FusedOptimizer]:
+    """After five steps: launches are bound."""
+    parameters = weights()
+    optimizer = FusedOptimizer(parameters, lr=1e-2, when="step")
+    for step in range(5):
+        give_gradients(parameters, step)
+        optimizer.step()
+    return parameters, optimizer
+
+
 def test_launches(directly):
     parameters = weights()
     optimizer = FusedOptimizer(parameters, lr=1e-2, when="step")
@@ -126,11 +122,7 @@ def test_launches(directly):
 
 
 def test_no_host_synchronisation():
-    parameters = weights()
-    optimizer = FusedOptimizer(parameters, lr=1e-2, when="step")
-    for step in range(5):
-        give_gradients(parameters, step)
-        optimizer.step()
+    parameters, optimizer = stepped()
     give_gradients(parameters, 5)
     with syncs_are_errors():
         optimizer.step()
@@ -139,11 +131,7 @@ def test_no_host_synchronisation():
 @pytest.mark.filterwarnings("ignore:NaN or inf")
 def test_on_another_stream_with_late_operands():
     """The NaN comes late, on the stream that steps; a check on another stream, or before it, would not see it."""
-    parameters = weights()
-    optimizer = FusedOptimizer(parameters, lr=1e-2, when="step")
-    for step in range(5):
-        give_gradients(parameters, step)
-        optimizer.step()
+    parameters, optimizer = stepped()
     give_gradients(parameters, 5)
     torch.cuda.synchronize()
     kept = parameters[9].detach().clone()

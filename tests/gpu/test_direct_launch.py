@@ -20,23 +20,6 @@ HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 ADAMW = UPDATES["adamw"]
 
 
-@pytest.fixture
-def directly(monkeypatch):
-    """Names of the kernels that were launched directly."""
-    if cuda_driver.active() is None:
-        pytest.skip("needs the CUDA driver")
-    names = []
-    monkeypatch.setattr(launcher, "_REFUSALS", {})
-    original = launcher.DirectLaunch.run
-
-    def run(self, *args):
-        names.append(self.name)
-        original(self, *args)
-
-    monkeypatch.setattr(launcher.DirectLaunch, "run", run)
-    return names
-
-
 def noise(seed, *shape, dtype=torch.bfloat16):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)

@@ -12,21 +12,7 @@ from fused_grad_optimizer import FusedOptimizer, _hooks, _plans  # noqa: E402
 from fused_grad_optimizer._applied_grad import AppliedGrad  # noqa: E402
 from fused_grad_optimizer.factored_grad import FactoredGrad  # noqa: E402
 from fused_grad_optimizer.kernels import bound  # noqa: E402
-from tests.kernels import fake_training  # noqa: E402
-from tests.kernels.fake_cuda import fake_cuda  # noqa: E402
 from tests.kernels.fake_training import give_gradient, layers, pair  # noqa: E402
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    with fake_cuda() as fake, monkeypatch.context() as patch:
-        fake_training.take_the_gpus_way(patch)
-        yield fake
-
-
-@pytest.fixture
-def general(monkeypatch):
-    return fake_training.count_general_steps(monkeypatch)
 
 
 class Use(torch.autograd.Function):

@@ -10,23 +10,9 @@ pytest.importorskip("triton")
 
 from fused_grad_optimizer import FusedOptimizer, _flags, _plans  # noqa: E402
 from fused_grad_optimizer.kernels import bound, dispatch, multi_finite  # noqa: E402
-from tests.kernels import fake_training  # noqa: E402
-from tests.kernels.fake_cuda import fake_cuda  # noqa: E402
 from tests.kernels.fake_training import give_gradient, layers, pair  # noqa: E402
 
 COUNT = _plans._FEWEST + 2
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    with fake_cuda() as fake, monkeypatch.context() as patch:
-        fake_training.take_the_gpus_way(patch)
-        yield fake
-
-
-@pytest.fixture
-def general(monkeypatch):
-    return fake_training.count_general_steps(monkeypatch)
 
 
 @pytest.fixture
