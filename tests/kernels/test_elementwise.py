@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fused_grad_optimizer.kernels.elementwise import WORKSPACE, Elementwise
+from fused_grad_optimizer.kernels.elementwise import Elementwise
 from fused_grad_optimizer.rules import UPDATES
 
 
@@ -26,7 +26,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("place", [None, 0, 1])
+@pytest.mark.parametrize("place", [0, 1])
 def test_equals_eager_bit_for_bit(name, dtype, place):
     function, h = FUNCTIONS[name], (0.3,)
     a, b = tensors(2, dtype)
@@ -34,20 +34,16 @@ def test_equals_eager_bit_for_bit(name, dtype, place):
     kept = [a.clone(), b.clone()]
     for _ in range(2):  # the second time in used buffers
         inputs = [a.clone(), b.clone()]
-        (result,) = Elementwise(function, 1, 2, [place])(h, inputs)
-        assert torch.equal(result, wanted)
+        Elementwise(function, 1, 2, [place])(h, inputs)
         for i, tensor in enumerate(inputs):
-            assert (result is tensor) if i == place else torch.equal(tensor, kept[i])
-        if place is None:
-            WORKSPACE.give(result)
+            assert torch.equal(tensor, wanted if i == place else kept[i])
 
 
 def test_a_place_that_is_read_after_its_result_is_made():
     a, b = tensors(2)
     wanted = a + b, a * (a + b) - a
     run = Elementwise(lambda h, a, b: (a + b, a * (a + b) - a), 0, 2, [0, 1])
-    first, second = run((), [a, b])
-    assert first is a and second is b
+    run((), [a, b])
     assert torch.equal(a, wanted[0]) and torch.equal(b, wanted[1])
 
 
@@ -76,7 +72,8 @@ def test_updates_equal_their_twins_bit_for_bit(name):
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     kept = g.clone()
     run = Elementwise(update.twin, len(h), 2 + len(states), [0, *range(2, 2 + len(states))])
-    for result, value in zip(run(h, [p, g, *states]), wanted):
+    run(h, [p, g, *states])
+    for result, value in zip([p, *states], wanted):
         assert torch.equal(result, value)
     assert torch.equal(g, kept)
 
@@ -90,7 +87,7 @@ def test_a_state_that_moves_on_to_another():
 
 def test_an_operation_that_is_not_listed_is_refused():
     with pytest.raises(ValueError, match="not an operation"):
-        Elementwise(lambda h, a: a**2, 0, 1, [None])
+        Elementwise(lambda h, a: a**2, 0, 1, [0])
 
 
 def test_nothing_is_allocated_once_the_buffers_are_there():

@@ -95,13 +95,13 @@ class Elementwise:
         function: uses Python operators and torch's sqrt, abs, where, exp; no branches on values.
         scalars: how many numbers the tuple of scalars holds.
         tensors: how many tensors follow, all of one shape and dtype.
-        in_place: for each result the index of the tensor it is written over; None for a scratch buffer.
+        in_place: for each result the index of the tensor it is written over.
 
     Raises:
         ValueError: the function uses an operation that is not listed here.
     """
 
-    def __init__(self, function: Callable, scalars: int, tensors: int, in_place: Sequence[int | None]) -> None:
+    def __init__(self, function: Callable, scalars: int, tensors: int, in_place: Sequence[int]) -> None:
         graph = fx.Graph()
         tracer = GraphAppendingTracer(graph)
         inputs = [graph.placeholder(f"input{i}") for i in range(scalars + tensors)]
@@ -114,16 +114,13 @@ class Elementwise:
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         self._place_numbers(nodes, len(inputs))
         self._scratch: list[torch.dtype | None] = []  # None: the dtype of the tensors
-        places = {node: None if place is None else scalars + place for node, place in zip(results, in_place)}
+        places = {node: scalars + place for node, place in zip(results, in_place)}
         self._operations = self._place_tensors(nodes, results, places, len(inputs) + len(self._constants))
         # results that could not be written to their place, because the old content was read afterwards
-        self._copies = [(p, self._register[n]) for n, p in places.items() if p is not None and p != self._register[n]]
+        self._copies = [(p, self._register[n]) for n, p in places.items() if p != self._register[n]]
         copied_to = {place for place, _ in self._copies}
         self._overwritten = [register for _, register in self._copies if register in copied_to]
-        self._results = [self._register[n] if p is None else p for n, p in ((n, places[n]) for n in results)]
-        kept = {self._register[n] for n, p in places.items() if p is None}
-        first = len(inputs) + len(self._constants)
-        self._give_back = [r for r in range(first, first + len(self._scratch)) if r not in kept]
+        self._first_scratch = len(inputs) + len(self._constants)
         del self._register, self._is_tensor
 
     def _place_numbers(self, nodes: list[fx.Node], first: int) -> None:
@@ -178,8 +175,8 @@ class Elementwise:
         lift = tuple(numbers) if function is torch.where else tuple(i for i in numbers if i == 0)
         return _Operation(function, reads, self._register[node], False, lift)
 
-    def __call__(self, scalars: Sequence[float], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run it; scratch among the results is the caller's to give back."""
+    def __call__(self, scalars: Sequence[float], tensors: Sequence[torch.Tensor]) -> None:
+        """Run it: results are written over the tensors at their places."""
         like = tensors[0]
         registers: list[Any] = [*scalars, *tensors, *self._constants]
         registers += [WORKSPACE.take(like.shape, dtype or like.dtype, like.device) for dtype in self._scratch]
@@ -194,9 +191,8 @@ class Elementwise:
         saved = {register: registers[register].clone() for register in self._overwritten}
         for place, register in self._copies:
             registers[place].copy_(saved.get(register, registers[register]))
-        for register in self._give_back:
-            WORKSPACE.give(registers[register])
-        return [registers[i] for i in self._results]
+        for scratch in registers[self._first_scratch :]:
+            WORKSPACE.give(scratch)
 
 
 def _keys(node: fx.Node) -> list[Any]:
