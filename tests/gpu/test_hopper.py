@@ -9,8 +9,10 @@ import torch
 
 from fused_grad_optimizer import ops
 from fused_grad_optimizer.kernels import Gradient, dispatch
+from fused_grad_optimizer.kernels.configs import HOPPER, hopper_config
+from fused_grad_optimizer.kernels.tuning import Choice
 from fused_grad_optimizer.rules import UPDATES
-from tests.gpu.steps import copy_of, make_target, noise, take_step
+from tests.gpu.steps import HYPER, copy_of, make_target, noise, take_step
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +58,29 @@ def test_fused_equals_unfused_bit_for_bit(name, n, k, weight, state):
     take_step(fused, gradient, update)
     take_step(unfused, Gradient([], [], dense=dense(gradient, n, k)), update)
     assert_same(fused, unfused)
+
+
+@pytest.mark.parametrize("tokens", [(4096,), (2048, 1, 2100)], ids=str)
+@pytest.mark.parametrize("weight, state", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("name", UPDATES)
+def test_wide_tiles_step_bit_for_bit_as_narrow_ones(name, weight, state, tokens):
+    """Many tokens of a weight with work for all multiprocessors; the sums of both are of 16 tokens at a time."""
+    update, n, k = UPDATES[name], 1024, 4096
+    scale = torch.tensor(0.3, device="cuda") if len(tokens) > 1 else None
+    gradient = factors(n, k, tokens, scale=scale)
+    wide = make_target(update, n, k, weight, state)
+    narrow, unfused = copy_of(wide), copy_of(wide)
+    tensors = [wide.weight, *wide.states]
+    launch, options = dispatch.launcher(Choice(HOPPER), n, k, tensors, sum(tokens), torch.bfloat16)
+    assert (options["config"].block_k, options["config"].mma_warps) == (256, 8)
+    take_step(wide, gradient, update)
+    take_step(unfused, Gradient([], [], dense=dense(gradient, n, k)), update)
+    assert_same(wide, unfused)
+    stores, stochastic = ops._stores(wide.storages)
+    scalars = ops.make_scalars(update, HYPER, 3, False, 0, wide.weight.device, wide.weight.dtype)
+    launch(gradient, n, k, hopper_config(sum(t.element_size() for t in tensors)), target=narrow, scalars=scalars.values,
+           keys=scalars.keys, update=update, stores=stores, stochastic=stochastic)  # fmt: skip
+    assert_same(wide, narrow)
 
 
 @pytest.mark.parametrize("seed", range(200))

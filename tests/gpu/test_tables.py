@@ -72,7 +72,7 @@ def test_every_candidate_that_is_said_to_fit_can_be_launched():
         tensors = [one.weight, *one.states]
         scalars = ops.make_scalars(update, HYPER, 3, False, 0, one.weight.device, one.weight.dtype)
         candidates = [*CANDIDATES[HOPPER], {"stages": 7, "state_slots": 4}]
-        fitting = [c for c in candidates if dispatch.fits(tuning.choice(HOPPER, c), tensors, 512)]
+        fitting = [c for c in candidates if dispatch.fits(tuning.choice(HOPPER, c), N, K, tensors, 512)]
         assert {} in fitting and (len(fitting) == len(candidates)) == (state == "bf16")
         for changes in fitting:
             ops.step_by(tuning.choice(HOPPER, changes), one, gradient, update, scalars, None)

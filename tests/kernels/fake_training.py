@@ -7,7 +7,7 @@ from torch import nn
 
 from fused_grad_optimizer import _parameters, ops, optimizer
 from fused_grad_optimizer.factored_grad import FactoredGrad
-from fused_grad_optimizer.kernels import dispatch, finite, wgrad_step_hopper
+from fused_grad_optimizer.kernels import dispatch, finite
 
 
 def take_the_gpus_way(monkeypatch, hopper: bool = True) -> None:
@@ -17,7 +17,6 @@ def take_the_gpus_way(monkeypatch, hopper: bool = True) -> None:
     monkeypatch.setattr(ops, "triton_reason", lambda device, dtype: None)
     monkeypatch.setattr(ops, "_check_finite", finite.check)
     monkeypatch.setattr(dispatch, "_is_hopper", lambda device: hopper)
-    monkeypatch.setattr(wgrad_step_hopper, "_multiprocessors", lambda device: 132)
 
 
 def count_general_steps(monkeypatch) -> list[tuple]:

@@ -37,7 +37,7 @@ def main(directory: str) -> int:
     import triton
     from triton.backends.nvidia import driver as nvidia
 
-    from fused_grad_optimizer.kernels import cuda_driver, launcher, wgrad_step, wgrad_step_hopper
+    from fused_grad_optimizer.kernels import cuda_driver, launcher, wgrad_step
     from fused_grad_optimizer.kernels.launch_layout import ptx_parameters
     from tests.kernels.compile_only import FakeDriver
     from tests.kernels.test_launcher import launches
@@ -49,7 +49,6 @@ def main(directory: str) -> int:
     triton.runtime.driver.set_active(fake)
     table = torch.zeros(2, 5, dtype=torch.int64)
     wgrad_step._segment_table = lambda gradient, _: table if len(gradient.dys) > 1 else None
-    wgrad_step_hopper._multiprocessors = lambda device: 132
     library = ctypes.CDLL(os.path.join(directory, "libcuda.so.1"))
     direct_driver = cuda_driver.CudaDriver(library)
 

@@ -95,7 +95,6 @@ def launches():
 
 @pytest.mark.parametrize("number", range(10))
 def test_the_same_bytes_as_triton_passes(cuda, monkeypatch, number):
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     table = torch.zeros(2, 5, dtype=torch.int64)
     monkeypatch.setattr(wgrad_step, "_segment_table", lambda gradient, _: table if len(gradient.dys) > 1 else None)
     label, launch = list(launches())[number]
@@ -280,7 +279,6 @@ def test_a_launch_that_fails_is_an_error(monkeypatch):
 
 
 def test_bound_launches_move_addresses_only(cuda, monkeypatch):
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     flag, t = torch.zeros(64, dtype=torch.int32), target(256, 256)
     fixed = [t.weight, *t.states]
 

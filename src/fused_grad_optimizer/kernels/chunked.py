@@ -12,12 +12,11 @@ exists. The result is that of `param_step` on the same GEMM's output, bit for bi
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cache
 
 import torch
 
 from fused_grad_optimizer.kernels import param_step
-from fused_grad_optimizer.kernels.configs import ChunkConfig, chunk_rows
+from fused_grad_optimizer.kernels.configs import ChunkConfig, chunk_rows, multiprocessors
 from fused_grad_optimizer.kernels.factors import Gradient, Target
 
 DEFAULT = ChunkConfig()
@@ -52,7 +51,7 @@ def launch(
     """Step a whole weight [n, k]. At least one (dY, X) pair; inputs have a unit stride in their last dimension."""
     if not n * k:
         return
-    rows = chunk_rows(n, k, _multiprocessors(target.weight.device), config)
+    rows = chunk_rows(n, k, multiprocessors(target.weight.device), config)
     key, buffer = _take(rows * k, target.weight.device)
     with torch.no_grad():
         for start in range(0, n, rows):
@@ -107,10 +106,3 @@ def _give(key: tuple[torch.device, int] | None, buffer: torch.Tensor) -> None:
         _buffers[key] = buffer
         while len(_buffers) > MOST_BUFFERS:
             _buffers.popitem(last=False)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

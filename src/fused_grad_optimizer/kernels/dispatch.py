@@ -30,6 +30,7 @@ from fused_grad_optimizer.kernels.configs import (
     HopperConfig,
     gemm_config,
     hopper_config,
+    multiprocessors,
 )
 from fused_grad_optimizer.kernels.factors import Gradient
 
@@ -127,20 +128,27 @@ def launcher(
     """The launch function of a path, and its options that come from the choice."""
     launch = _module(choice.path).launch
     if choice.path == HOPPER:
-        return launch, {"config": _hopper_config(sum([t.element_size() for t in targets]), tokens, choice.config)}
+        return launch, {"config": _hopper_config(n, k, *_bytes_and_card(targets), tokens, choice.config)}
     changes: dict[str, Any] = dict(choice.config)
     if choice.path == CHUNKED:
         return launch, {"config": ChunkConfig(**changes)} if changes else {}
     return launch, {"config": replace(gemm_config(n, k, inputs), **changes)} if changes else {}
 
 
+def _bytes_and_card(targets: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Bytes of a weight and its states a parameter, and the multiprocessors of their card."""
+    return sum([t.element_size() for t in targets]), multiprocessors(targets[0].device)
+
+
 @lru_cache(maxsize=1024)
-def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, int], ...]) -> HopperConfig:
+def _hopper_config(
+    n: int, k: int, element_bytes: int, multiprocessors: int, tokens: int, changes: tuple[tuple[str, int], ...]
+) -> HopperConfig:
     """With the changes, or with none of them where the kernel might not compile or start so: training must go on.
 
     Tiles, warps and registers depend on each other: only the order of tiles and the lengths of rings are followed.
     """
-    config = hopper_config(element_bytes, tokens)
+    config = hopper_config(element_bytes, tokens, (n, k), multiprocessors)
     changed = replace(config, **dict(changes))
     followed = {"group", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
     usable = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
@@ -150,13 +158,12 @@ def _hopper_config(element_bytes: int, tokens: int, changes: tuple[tuple[str, in
 def shared_memory(config: HopperConfig, element_bytes: int) -> int:
     """Bytes that the rings of the Hopper kernel take: operands in 16 bits, units in fp32, W and states."""
     operands = config.stages * config.block_t * (config.block_n + config.block_k) * 2
-    units = config.slots * 64 * 128 * 4
-    return operands + units + config.state_slots * config.state_rows * 128 * element_bytes
+    return operands + config.slots * config.unit_bytes + config.state_slots * config.state_rows * 128 * element_bytes
 
 
-def fits(choice: tuning.Choice, targets: Sequence[torch.Tensor], tokens: int) -> bool:
+def fits(choice: tuning.Choice, n: int, k: int, targets: Sequence[torch.Tensor], tokens: int) -> bool:
     """Whether a choice of the Hopper kernel is launched with the configuration it names: see `_hopper_config`."""
-    config = _hopper_config(sum([t.element_size() for t in targets]), tokens, choice.config)
+    config = _hopper_config(n, k, *_bytes_and_card(targets), tokens, choice.config)
     return all(getattr(config, name) == value for name, value in choice.config)
 
 

@@ -7,7 +7,7 @@ Roles, which meet at mbarriers in shared memory:
 
     load        1 warp      TMA loads of dY [BLOCK_T, BLOCK_N] and X [BLOCK_T, BLOCK_K] into a ring of operand stages
     state       1 warp      TMA loads of W and states, a block of [STATE_ROWS, 128] at a time, into a ring
-    mma         4 warps     wgmma over the tokens; hands the accumulator over in units [64, 128] through a ring
+    mma         4, 8 warps  wgmma over the tokens; hands the accumulator over in units [16 a warp, 128] through a ring
     update (2)  4 warps     every other block each: g and the states from the rings, rule, stores in whole lines
 
 So the tensor cores work on the next tile while the memory system streams the states of this one. A state slot is free
@@ -36,19 +36,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from fused_grad_optimizer.kernels import launcher
 from fused_grad_optimizer.kernels._device import load_scalars, parameter_keys, random_halves, words_of_fours
 from fused_grad_optimizer.kernels._gluon import role_barrier, tma_load
-from fused_grad_optimizer.kernels.configs import HopperConfig
+from fused_grad_optimizer.kernels.configs import HopperConfig, multiprocessors
 from fused_grad_optimizer.kernels.factors import Gradient, Target
+from fused_grad_optimizer.kernels.hopper_layouts import (
+    UNIT_COLUMNS,
+    block_layout,
+    block_offsets,
+    interleaved,
+    read_block,
+    unit_layout,
+)
 
 UPDATERS = gl.constexpr(2)
-UNIT_ROWS = gl.constexpr(64)  # of the accumulator, handed over at a time
-UNIT_COLUMNS = gl.constexpr(128)  # and of a block of W and states: 256 bytes of a bf16 row
-# Where row r, column c of a unit is, by bits of the address: the 16-byte pieces of a row change places, so that stores
-# from wgmma's layout (8 bytes of four neighbouring rows) and loads of 32 bytes a thread meet on no bank.
-UNIT_LAYOUT = gl.constexpr(
-    gl.SharedLinearLayout(
-        [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [0, 64], [4, 0], [8, 0], [16, 0], [32, 0]]
-    )
-)
 MOST_PAIRS = 4  # (dY, X)
 MOST_STATES = 3
 
@@ -106,6 +105,8 @@ def _load_role(dys, xs, tokens, stages, tiles, GROUP: gl.constexpr, PAIRS: gl.co
 @gluon.jit
 def _hand_over(acc, u, ring):
     """The accumulator into the ring, unit by unit; halved again and again, which moves no data between threads."""
+    units, full, empty = ring
+    UNIT_ROWS: gl.constexpr = units.shape[1]
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
     if M > UNIT_ROWS:
@@ -117,7 +118,6 @@ def _hand_over(acc, u, ring):
         _hand_over(left, u, ring)
         _hand_over(right, u + N // (2 * UNIT_COLUMNS), ring)
     else:
-        units, full, empty = ring
         slot = u % units.shape[0]
         mbarrier.wait(empty.index(slot), ((u // units.shape[0]) & 1) ^ 1)
         units.index(slot).store(acc)
@@ -151,17 +151,17 @@ def _mma_role(stages, ring, tiles, stages_of_tile, INSTRUCTION: gl.constexpr):
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
         _hand_over(acc, u, ring)
-        u += _units(BLOCK_N, BLOCK_K)
+        u += _units(BLOCK_N, BLOCK_K, ring[0].shape[1])
 
 
 @gluon.constexpr_function
-def _units(block_n, block_k):
+def _units(block_n, block_k, unit_rows):
     """Of a tile."""
-    return block_n // UNIT_ROWS * (block_k // UNIT_COLUMNS)
+    return block_n // unit_rows * (block_k // UNIT_COLUMNS)
 
 
 @gluon.jit
-def _place(tile_n, tile_k, unit, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr):
+def _place(tile_n, tile_k, unit, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, UNIT_ROWS: gl.constexpr):
     """First row and column of a unit of a tile, in the order in which they are handed over."""
     COLUMNS: gl.constexpr = BLOCK_K // UNIT_COLUMNS
     return tile_n * BLOCK_N + unit // COLUMNS * UNIT_ROWS, tile_k * BLOCK_K + unit % COLUMNS * UNIT_COLUMNS
@@ -187,7 +187,9 @@ def _load_block(source, row, column, full, block):
 
 
 @gluon.jit
-def _state_role(sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr):
+def _state_role(
+    sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, UNIT_ROWS: gl.constexpr
+):
     """W and states of this program's tiles, block by block."""
     slots, full, empty = states
     if len(slots) > 0:
@@ -198,8 +200,8 @@ def _state_role(sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.const
         phase = 0
         for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
             tile_n, tile_k = _tile_of(tile, tiles, GROUP)
-            for unit in range(_units(BLOCK_N, BLOCK_K)):
-                row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K)
+            for unit in range(_units(BLOCK_N, BLOCK_K, UNIT_ROWS)):
+                row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K, UNIT_ROWS)
                 for b in gl.static_range(UNIT_ROWS // ROWS):
                     mbarrier.wait(empty.index(slot), phase ^ 1)
                     mbarrier.expect(full.index(slot), BYTES)
@@ -208,58 +210,20 @@ def _state_role(sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.const
                     slot, phase = _next(slot, phase, COUNT)
 
 
-# Of a block of 128 columns in the updaters' registers, and of numbers that belong to two or four neighbours of it: with
-# the same threads.
-@gluon.constexpr_function
-def _layout(elements, warps):
-    return gl.BlockedLayout([1, 8 // elements], [2, 16], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def _interleaved(even, odd, LAYOUT: gl.constexpr):
-    """Two tiles [rows, columns] -> [rows, 2 * columns]. Nothing moves between threads."""
-    both = gl.join(even, odd).reshape((even.shape[0], 2 * even.shape[1]))
-    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _offsets(stride, ROWS: gl.constexpr, ELEMENTS: gl.constexpr):
-    """Numbers of rows and columns of a block, counted in ELEMENTS neighbours, and offsets by a row stride."""
-    LAYOUT: gl.constexpr = _layout(ELEMENTS, gl.num_warps())
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, UNIT_COLUMNS // ELEMENTS, layout=gl.SliceLayout(0, LAYOUT))
-    return rows, columns, rows[:, None] * (stride // ELEMENTS) + columns[None, :]
-
-
 @gluon.jit
 def _store(targets, offsets, mask, results, four, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
     """Results to memory, with the random bits of `_device.update_tile` for the same elements."""
-    LAYOUT: gl.constexpr = _layout(1, gl.num_warps())
-    LAYOUT_OF_PAIRS: gl.constexpr = _layout(2, gl.num_warps())
+    LAYOUT: gl.constexpr = block_layout(1, gl.num_warps())
+    LAYOUT_OF_PAIRS: gl.constexpr = block_layout(2, gl.num_warps())
     bits = four
     if STOCHASTIC:
         first, second = words_of_fours(four, key0, key1)
-        word = _interleaved(first, second, LAYOUT_OF_PAIRS)
+        word = interleaved(first, second, LAYOUT_OF_PAIRS)
     for s in gl.static_range(len(targets)):
         if STOCHASTIC:
             even, odd = random_halves(word, s)
-            bits = _interleaved(even, odd, LAYOUT)  # type: ignore[assignment]
+            bits = interleaved(even, odd, LAYOUT)  # type: ignore[assignment]
         STORES[s](targets[s] + offsets, mask, results[s], bits)
-
-
-@gluon.jit
-def _read_block(block, LAYOUT: gl.constexpr):
-    """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in `_blocks`."""
-    if len(block.shape) == 3:
-        LANE: gl.constexpr = block.shape[2]
-        folded: gl.constexpr = gl.BlockedLayout(
-            [1, 1, 8], [2, UNIT_COLUMNS // LANE, LANE // 8], [gl.num_warps(), 1, 1], [2, 1, 0]
-        )
-        found = block.load(folded).reshape((block.shape[0], UNIT_COLUMNS))
-        value = gl.convert_layout(found, LAYOUT, assert_trivial=True)
-    else:
-        value = block.load(LAYOUT)
-    return value.to(gl.float32)
 
 
 @gluon.jit
@@ -271,7 +235,7 @@ def _read_states(states, i, LAYOUT: gl.constexpr):
     mbarrier.wait(full.index(slot), (i // COUNT) & 1)
     values = ()
     for s in gl.static_range(len(slots)):
-        values = values + (_read_block(slots[s].index(slot), LAYOUT),)  # type: ignore[assignment]
+        values = values + (read_block(slots[s].index(slot), LAYOUT),)  # type: ignore[assignment]
     return values, slot
 
 
@@ -284,10 +248,11 @@ def _update_role(
     """The rule (None: store g as it is) on every UPDATERS-th block of this program's tiles."""
     units, full, empty = ring
     SLOTS: gl.constexpr = units.shape[0]
+    UNIT_ROWS: gl.constexpr = units.shape[1]
     BLOCKS: gl.constexpr = UNIT_ROWS // ROWS
-    LAYOUT: gl.constexpr = _layout(1, gl.num_warps())
-    rows, columns, local = _offsets(k, ROWS, 1)
-    _, _, fours = _offsets(k, ROWS, 4)
+    LAYOUT: gl.constexpr = block_layout(1, gl.num_warps())
+    rows, columns, local = block_offsets(k, ROWS, 1)
+    _, _, fours = block_offsets(k, ROWS, 4)
     factor = gl.load(scale).to(gl.float32) if scale is not None else 1.0
     key0, key1 = 0, 0
     if RULE is not None:
@@ -297,8 +262,8 @@ def _update_role(
     u = 0
     for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
         tile_n, tile_k = _tile_of(tile, tiles, GROUP)
-        for unit in range(_units(BLOCK_N, BLOCK_K)):
-            row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K)
+        for unit in range(_units(BLOCK_N, BLOCK_K, UNIT_ROWS)):
+            row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K, UNIT_ROWS)
             mbarrier.wait(full.index(u % SLOTS), (u // SLOTS) & 1)
             for b in gl.static_range(UPDATER, BLOCKS, UPDATERS):
                 if RULE is not None:
@@ -365,10 +330,12 @@ def wgrad_step_hopper_kernel(
     parameter, RULE: gl.constexpr, STORES: gl.constexpr, STOCHASTIC: gl.constexpr, SCALARS: gl.constexpr,
     EVEN: gl.constexpr, PAIRS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, STATE_SLOTS: gl.constexpr,
-    STATE_ROWS: gl.constexpr, MMA_REGISTERS: gl.constexpr, UPDATE_REGISTERS: gl.constexpr, INSTRUCTION: gl.constexpr,
+    STATE_ROWS: gl.constexpr, MMA_WARPS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, MMA_REGISTERS: gl.constexpr,
+    UPDATE_REGISTERS: gl.constexpr, INSTRUCTION: gl.constexpr,
 ):  # fmt: skip
     """Persistent over the tiles of a weight [n, k]. `targets`: pointers of W and states, which `w`, `s0` .. `s2`
     describe for TMA. Up to four (dY, X) pairs by descriptors, of t0 .. t3 tokens. A `flag` other than 0: no update."""
+    UNIT_ROWS: gl.constexpr = 16 * MMA_WARPS
     gl.static_assert(STATE_SLOTS % UPDATERS == 0 and STAGES > 1 and UNIT_ROWS % (UPDATERS * STATE_ROWS) == 0, "traps")
     if flag is not None:
         if gl.load(flag) != 0:
@@ -377,7 +344,7 @@ def wgrad_step_hopper_kernel(
     operands_dy = gl.allocate_shared_memory(dy0.dtype, [STAGES, BLOCK_T, BLOCK_N], dy0.layout)
     operands_x = gl.allocate_shared_memory(x0.dtype, [STAGES, BLOCK_T, BLOCK_K], x0.layout)
     stages = (operands_dy, operands_x, _barriers(STAGES), _barriers(STAGES))
-    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT_ROWS, UNIT_COLUMNS], UNIT_LAYOUT)
+    units = gl.allocate_shared_memory(gl.float32, [SLOTS, UNIT_ROWS, UNIT_COLUMNS], unit_layout(UNIT_ROWS))
     ring = (units, _barriers(SLOTS), _barriers(SLOTS, UPDATERS))
     sources = (w, s0, s1, s2)
     slots = _state_ring(sources, len(targets) if RULE is not None else 0, STATE_SLOTS)
@@ -396,10 +363,10 @@ def wgrad_step_hopper_kernel(
                             STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, STATE_ROWS)),
             (_mma_role, (stages, ring, tiles, count, INSTRUCTION)),
             (_load_role, (dys, xs, tokens, stages, tiles, GROUP, PAIRS)),
-            (_state_role, (sources, states, tiles, BLOCK_N, BLOCK_K, GROUP)),
+            (_state_role, (sources, states, tiles, BLOCK_N, BLOCK_K, GROUP, UNIT_ROWS)),
         ],
-        [gl.num_warps(), 4, 1, 1],
-        [UPDATE_REGISTERS, MMA_REGISTERS, 24, 24],
+        [gl.num_warps(), MMA_WARPS, 1, 1],
+        [UPDATE_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -477,6 +444,7 @@ def arguments(
         "EVEN": n % config.block_n == 0 and k % config.block_k == 0, "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k, "BLOCK_T": config.block_t, "GROUP": config.group, "STAGES": config.stages,
         "SLOTS": config.slots, "STATE_SLOTS": config.state_slots, "STATE_ROWS": config.state_rows,
+        "MMA_WARPS": config.mma_warps, "LOAD_REGISTERS": config.load_registers,
         "MMA_REGISTERS": config.mma_registers, "UPDATE_REGISTERS": config.update_registers,
         "INSTRUCTION": config.instruction, "num_warps": config.update_warps,
         "enable_fp_fusion": False,  # see wgrad_step
@@ -491,10 +459,5 @@ def launch(gradient: Gradient, n: int, k: int, config: HopperConfig, through=lau
     """
     positional, constants = arguments(gradient, n, k, config, **options)
     tiles = -(-n // config.block_n) * -(-k // config.block_k)
-    grid = (min(tiles, _multiprocessors(gradient.dys[0].device)),)
+    grid = (min(tiles, multiprocessors(gradient.dys[0].device)),)
     through(wgrad_step_hopper_kernel, grid, positional, constants)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -20,7 +20,15 @@ from fused_grad_optimizer.cli.benchmarks import kernel, results, timing
 from fused_grad_optimizer.cli.benchmarks.kernel import Case, KernelSettings, Problem
 from fused_grad_optimizer.cli.training.config import UsageError
 from fused_grad_optimizer.kernels import dispatch, tuning
-from fused_grad_optimizer.kernels.configs import CANDIDATES, CHUNKED, HOPPER, PORTABLE, ChunkConfig, chunk_rows
+from fused_grad_optimizer.kernels.configs import (
+    CANDIDATES,
+    CHUNKED,
+    HOPPER,
+    PORTABLE,
+    ChunkConfig,
+    chunk_rows,
+    multiprocessors,
+)
 from fused_grad_optimizer.kernels.tuning import Cell, Choice, Key, Table
 from fused_grad_optimizer.storage import STORAGES
 
@@ -187,11 +195,10 @@ def candidates(problem: Problem) -> list[Choice]:
     found = [tuning.choice(PORTABLE, changes) for changes in CANDIDATES[PORTABLE]]
     if dispatch.reason_against_hopper(problem.gradient, n, k, tensors) is None:
         hopper = [tuning.choice(HOPPER, changes) for changes in CANDIDATES[HOPPER]]
-        found += [choice for choice in hopper if dispatch.fits(choice, tensors, problem.case.tokens)]
-    multiprocessors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+        found += [choice for choice in hopper if dispatch.fits(choice, n, k, tensors, problem.case.tokens)]
     by_rows: dict[int, Choice] = {}
     for changes in CANDIDATES[CHUNKED]:
-        rows = chunk_rows(n, k, multiprocessors, ChunkConfig(**changes))
+        rows = chunk_rows(n, k, multiprocessors(problem.device), ChunkConfig(**changes))
         by_rows.setdefault(rows, tuning.choice(CHUNKED, changes))
     return found + list(by_rows.values())
 
