@@ -93,6 +93,26 @@ def test_kernel_command_saves_a_reproducible_result(invoke, tmp_path):
     assert env["revision"] == "abc" and env["versions"]["torch"] and env["card"]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "state", "stepped"),
+    [
+        (torch.float32, None, None),
+        (torch.bfloat16, None, ["bf16-nearest"] * 2),
+        (torch.bfloat16, "fp32", ["bf16-nearest", "fp32"]),
+    ],
+)
+def test_rounding_to_nearest_is_timed_beside_stochastic_rounding(kernel_settings, monkeypatch, dtype, state, stepped):
+    settings = dataclasses.replace(kernel_settings, dtype=dtype)
+    problem = kernel.Problem(kernel.Case(9, 5, 7, "lion", state), settings)
+    calls = kernel.paths(problem)
+    assert ("fused_nearest" in calls) == (stepped is not None)
+    seen = []
+    monkeypatch.setattr(problem, "step", lambda target, scalars: seen.append((target.weight, target.storages)))
+    if stepped:
+        calls["fused_nearest"][0]()
+        assert seen[0][0] is problem.targets[0].weight and seen[0][1] == stepped
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 @pytest.mark.parametrize(
     ("dtype", "weight", "state"),
@@ -290,7 +310,14 @@ def test_default_file_is_named_after_what_was_measured():
 
 
 def _kernel_result() -> dict:
-    us = {"fused": 50.0, "fused_checked": 55.0, "dw_torch": 100.0, "dw_param_step": 40.0, "dw": 20.0}
+    us = {
+        "fused": 50.0,
+        "fused_checked": 55.0,
+        "fused_nearest": 49.0,
+        "dw_torch": 100.0,
+        "dw_param_step": 40.0,
+        "dw": 20.0,
+    }
     entry = {"n": 8, "k": 4, "tokens": 2, "rule": "adamw", "state": "bf16", "status": "ok", "us": us, "how": {}}
     entry |= {"gb_s": 3000.0, "share": 0.7}
     lion = {**entry, "rule": "lion", "us": {k: v for k, v in us.items() if k != "dw_torch"}}
@@ -301,7 +328,7 @@ def _kernel_result() -> dict:
 
 def test_kernel_table_says_what_got_slower():
     text = markdown(sheet(_kernel_result()))
-    assert "| 8 x 4 | 2 | adamw | bf16 | 50.0 | 3000 | 70% | 55.0 | 100 | 40.0 | 20.0 | 2.00 | 0.80 |" in text
+    assert "| 8 x 4 | 2 | adamw | bf16 | 50.0 | 3000 | 70% | 55.0 | 49.0 | 100 | 40.0 | 20.0 | 2.00 | 0.80 |" in text
     assert "- 8 x 4, T=2, adamw, bf16: fused takes 1.25x dW + param_step" in text and "x dW + torch fused" not in text
     assert "Some card, driver 1.2" in text and "4296 GB/s" in text
 

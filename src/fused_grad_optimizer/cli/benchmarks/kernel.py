@@ -6,7 +6,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -200,12 +200,18 @@ def paths(problem: Problem) -> dict[str, list[timing.Call]]:
         torch.ops.forge.check_finite(operands, problem.flag)
         problem.step(target, scalars)
 
+    def nearest(target: Target) -> None:
+        problem.step(replace(target, storages=to_nearest), scalars)
+
+    to_nearest = [f"{name}-nearest" if STORAGES[name].stochastic else name for name in problem.storages]
     each: dict[str, Callable[[Target], object]] = {
         "fused": lambda target: problem.step(target, scalars),
         "fused_checked": checked,
         "dw_param_step": lambda target: problem.param_step(target, scalars),
         "dw": lambda target: problem.dense_gradient(),
     }
+    if to_nearest != problem.storages:
+        each["fused_nearest"] = nearest
     calls: dict[str, list[timing.Call]] = {
         name: [functools.partial(call, target) for target in problem.targets] for name, call in each.items()
     }

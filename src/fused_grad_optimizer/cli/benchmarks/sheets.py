@@ -95,6 +95,7 @@ def _number(value: float | None, form: str = ".0f") -> str:
 PATHS = {
     "fused": "fused",
     "fused_checked": "fused + finite check",
+    "fused_nearest": "fused, to nearest",
     "dw_torch": "dW + torch fused",
     "dw_param_step": "dW + param_step",
     "dw": "dW alone",
