@@ -106,7 +106,7 @@ def _wgrad_kernel(sm: int, gradient: Gradient, size: tuple[int, int], rule: tupl
         gradient.dense, gradient.scale, scalars, keys, flag, n, k, 0, 0,
     )  # fmt: skip
     aligned = parts and n % 8 == 0 and k % 8 == 0
-    options = {"PRECISION": "ieee", "ALIGNED": aligned, "GROUPED": k % 4 == 0}
+    options = {"PRECISION": "ieee", "ALIGNED": aligned, "GROUPED": k % 8 == 0}
     tile = {**options, **wgrad_step.launch_options(config, gradient, [weight, *states])}
     return wgrad_step.wgrad_step_kernel, arguments, {**constants, **tile}
 

@@ -10,8 +10,7 @@ from fused_grad_optimizer.kernels import interpreting
 from fused_grad_optimizer.storage import rounding
 
 rounding.__dict__.setdefault("tl", tl)  # Triton's interpreter looks for it, used or not
-_hash_fours = triton.jit(rounding.hash_fours)
-_SECOND = tl.constexpr(rounding.SECOND)
+_hash_eights = triton.jit(rounding.hash_eights)
 _MULTIPLIERS = tl.constexpr(rounding.MULTIPLIERS)
 
 
@@ -42,18 +41,40 @@ def parameter_keys(keys, parameter):
 
 
 @triton.jit
-def words_of_fours(four, key0, key1):
-    """The words of both pairs of each four elements, by `rounding.four_index`: two tiles of int32."""
-    first = _hash_fours(four & 0x3FFFFFFF, key0, key1)
-    return first, first * _SECOND
+def words_of_eights(eight, key0, key1):
+    """The words of the four pairs of each eight elements, by `rounding.eight_index`: a tuple of int32 tiles."""
+    first = _hash_eights(eight & 0x1FFFFFFF, key0, key1)
+    return first, first * _MULTIPLIERS[1], first * _MULTIPLIERS[2], first * _MULTIPLIERS[3]
+
+
+@triton.jit
+def words_in_storage(words, STORAGE: tl.constexpr):
+    """The words in the order in which the pairs of an eight take them in a storage."""
+    if STORAGE & 2:
+        words = (words[1], words[0], words[3], words[2])
+    return words
+
+
+def _upper_by_prmt(word):
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4432;", "=r,r", [word], tl.int32, True, 1)
+
+
+def _upper_by_shift(word):
+    return (word >> 16) & 0xFFFF
+
+
+# The upper 16 bits. After a shift the compiler makes one instruction of the shift and the addition of the bits, once
+# for each storage, and loses that of the addition and the maximum (`_add_random`): more instructions in all.
+_upper_half = triton.jit(_upper_by_shift if interpreting() or torch.version.hip else _upper_by_prmt)
 
 
 @triton.jit
 def random_halves(word, STORAGE: tl.constexpr):
     """The random bits of the even and of the odd elements of pairs with this word: two int32 in [0, 65536)."""
-    if STORAGE > 0:
-        word = word * _MULTIPLIERS[STORAGE]
-    return word & 0xFFFF, (word >> 16) & 0xFFFF
+    low, high = word & 0xFFFF, _upper_half(word)
+    if STORAGE & 1:
+        low, high = high, low
+    return low, high
 
 
 @triton.jit
@@ -108,23 +129,24 @@ def _interleaved(even, odd):
 
 @triton.jit
 def _words(index, key0, key1, GROUPED: tl.constexpr):
-    """The word of each element's pair; with GROUPED of each pair once, [..., columns / 2]."""
+    """The words of each element's eight; with GROUPED of each eight once, [..., columns / 8]."""
     if GROUPED:
-        first, second = words_of_fours(_every_second(_every_second(index)) >> 2, key0, key1)
-        word = _interleaved(first, second)
-    else:
-        first, second = words_of_fours(index >> 2, key0, key1)
-        word = tl.where((index & 2) != 0, second, first)
-    return word
+        index = _every_second(_every_second(_every_second(index)))
+    return words_of_eights(index >> 3, key0, key1)
 
 
 @triton.jit
-def _random16(word, index, STORAGE: tl.constexpr, GROUPED: tl.constexpr):
-    """The 16 random bits of each element, from the word of its pair."""
-    even, odd = random_halves(word, STORAGE)
+def _random16(words, index, STORAGE: tl.constexpr, GROUPED: tl.constexpr):
+    """The 16 random bits of each element, from the words of its eight."""
+    words = words_in_storage(words, STORAGE)
     if GROUPED:
+        word = _interleaved(_interleaved(words[0], words[2]), _interleaved(words[1], words[3]))
+        even, odd = random_halves(word, STORAGE)
         bits = _interleaved(even, odd)
     else:
+        first = tl.where((index & 2) != 0, words[1], words[0])
+        word = tl.where((index & 4) != 0, tl.where((index & 2) != 0, words[3], words[2]), first)
+        even, odd = random_halves(word, STORAGE)
         bits = tl.where((index & 1) != 0, odd, even)
     return bits
 
@@ -200,19 +222,22 @@ def update_tile(
     """Apply the rule to gradient `g` and the `values` of `load_tile`, and store the results.
 
     `index` is the flat element index modulo 2^32 (int32), the counter of the random bits. GROUPED: along the last
-    dimension elements 4i .. 4i + 3 always share a hash, which is then computed once.
+    dimension elements 8i .. 8i + 7 always share a hash, which is then computed once.
     """
     wide = ()
     for i in tl.static_range(len(values)):
         wide = wide + (values[i].to(tl.float32),)
     results = RULE(h, wide[0], g, *wide[1:])
-    word = index
+    bits = index
+    words = (index, index, index, index)
     if STOCHASTIC:
         key0, key1 = parameter_keys(keys, parameter)
-        word = _words(index, key0, key1, GROUPED)
-    STORES[0](weight + offsets, mask, results[0], _random16(word, index, 0, GROUPED and STOCHASTIC))
+        words = _words(index, key0, key1, GROUPED)
+        bits = _random16(words, index, 0, GROUPED)
+    STORES[0](weight + offsets, mask, results[0], bits)
     for i in tl.static_range(len(states)):
-        bits = _random16(word, index, i + 1, GROUPED and STOCHASTIC)
+        if STOCHASTIC:
+            bits = _random16(words, index, i + 1, GROUPED)
         STORES[i + 1](states[i] + offsets, mask, results[i + 1], bits)
 
 

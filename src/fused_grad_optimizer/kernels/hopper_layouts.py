@@ -23,8 +23,8 @@ def unit_layout(rows):
 
 @gluon.constexpr_function
 def block_layout(elements, warps):
-    """Of a block of 128 columns in the updaters' registers, and of numbers that belong to two or four neighbours of
-    it: with the same threads."""
+    """Of a block of 128 columns in the updaters' registers, and of numbers that belong to two, four or eight
+    neighbours of it: with the same threads."""
     return gl.BlockedLayout([1, 8 // elements], [2, 16], [warps, 1], [1, 0])
 
 
@@ -45,6 +45,19 @@ def block_offsets(stride, ROWS: gl.constexpr, ELEMENTS: gl.constexpr):
 
 
 @gluon.jit
+def _widened(even, odd):
+    """bf16 -> fp32 of pairs that share a register: two instructions. The compiler needs three."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 pair; mov.b32 pair, {$2, $3}; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+        "=r,=r,h,h",
+        [even, odd],
+        (gl.float32, gl.float32),
+        True,
+        1,
+    )
+
+
+@gluon.jit
 def read_block(block, LAYOUT: gl.constexpr):
     """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in `_blocks`."""
     if len(block.shape) == 3:
@@ -56,4 +69,10 @@ def read_block(block, LAYOUT: gl.constexpr):
         value = gl.convert_layout(found, LAYOUT, assert_trivial=True)
     else:
         value = block.load(LAYOUT)
-    return value.to(gl.float32)
+    if value.dtype == gl.bfloat16:
+        even, odd = gl.split(value.reshape((value.shape[0], UNIT_COLUMNS // 2, 2)))
+        even, odd = _widened(even, odd)
+        wide = interleaved(even, odd, LAYOUT)
+    else:
+        wide = value.to(gl.float32)
+    return wide

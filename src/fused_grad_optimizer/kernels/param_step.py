@@ -129,7 +129,7 @@ def launch(
         "STOCHASTIC": stochastic,
         "SCALARS": scalars.numel(),
         "BLOCK": block,
-        "GROUPED": block > 2 and start % 4 == 0,
+        "GROUPED": block >= 8 and start % 8 == 0,
         **launch_options(),
     }
     launcher.launch(param_step_kernel, (triton.cdiv(count, block),), positional, constants)

@@ -17,11 +17,10 @@ from fused_grad_optimizer.kernels.factors import Gradient, Target
 from fused_grad_optimizer.rules import Update
 from fused_grad_optimizer.storage import STORAGES
 from fused_grad_optimizer.storage.rounding import (
-    MULTIPLIERS,
-    four_index,
-    halves,
-    hash_fours,
+    eight_index,
+    hash_eights,
     parameter_keys,
+    random_numbers,
     round_bits,
     words_of_pairs,
 )
@@ -80,7 +79,7 @@ def _rule(update: Update, scalars: int) -> Elementwise:
     return Elementwise(update.twin, scalars, 2 + len(update.states), [0, *range(2, 2 + len(update.states))])
 
 
-_HASH = Elementwise(lambda keys, four: hash_fours(four, *keys), 2, 1, [0])
+_HASH = Elementwise(lambda keys, eight: hash_eights(eight, *keys), 2, 1, [0])
 _ROUND = Elementwise(lambda _, bits, random: round_bits(bits, random), 0, 2, [0])
 
 
@@ -105,7 +104,7 @@ def step_block(
             continue
         if words is not None and STORAGES[name].stochastic:
             single = value if dtype == torch.float32 else value.to(torch.float32)
-            _round(single, words, i, first % 4)
+            _round(single, words, i, first % 8)
             tensor.copy_(single)
         else:
             tensor.copy_(value)
@@ -119,29 +118,22 @@ def _take_like(block: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
 
 
 def _hash(first: int, like: torch.Tensor, target: Target, keys: tuple[int, int]) -> torch.Tensor | None:
-    """Words of all pairs of the fours that a block beginning at element `first` touches, where a storage needs them."""
+    """Words of all pairs of the eights that a block from element `first` on touches, where a storage needs them."""
     if not any(STORAGES[name].stochastic for name in target.storages):
         return None
-    count = (first + like.numel() + 3) // 4 - first // 4
-    fours = WORKSPACE.take((count,), torch.int32, like.device)
-    _HASH(parameter_keys(keys, target.parameter), [four_index(first // 4, count, like.device, out=fours)])
-    words = words_of_pairs(fours, out=WORKSPACE.take((2 * count,), torch.int32, like.device))
-    WORKSPACE.give(fours)
+    count = (first + like.numel() + 7) // 8 - first // 8
+    eights = WORKSPACE.take((count,), torch.int32, like.device)
+    _HASH(parameter_keys(keys, target.parameter), [eight_index(first // 8, count, like.device, out=eights)])
+    words = words_of_pairs(eights, out=WORKSPACE.take((4 * count,), torch.int32, like.device))
+    WORKSPACE.give(eights)
     return words
 
 
 def _round(block: torch.Tensor, words: torch.Tensor, storage: int, skip: int) -> None:
-    """Round an fp32 block stochastically to bf16 values, in place; `skip`: elements of the first four before it."""
-    own = words
-    if storage:
-        own = WORKSPACE.take(words.shape, torch.int32, words.device)
-        torch.mul(words, MULTIPLIERS[storage], out=own)
-    random = WORKSPACE.take((2 * words.numel(),), torch.int32, words.device)
-    halves(own, out=random)
+    """Round an fp32 block stochastically to bf16 values, in place; `skip`: elements of the first eight before it."""
+    random = random_numbers(words, storage, out=WORKSPACE.take((2 * words.numel(),), torch.int32, words.device))
     _ROUND((), [block.view(torch.int32), random[skip : skip + block.numel()].view(block.shape)])
     WORKSPACE.give(random)
-    if storage:
-        WORKSPACE.give(own)
 
 
 def wgrad_step(target: Target, gradient: Gradient, update: Update, h: tuple[float, ...], keys: tuple[int, int]) -> None:

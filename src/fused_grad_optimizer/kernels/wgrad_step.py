@@ -169,7 +169,7 @@ def wgrad_step_kernel(
     """One tile [BLOCK_N, BLOCK_K] of the weight. `n` counts the rows of this launch, which begin at `row_start`.
 
     `dy` points to column `row_start` of dY. `table` (int64 [segments, 5]: address of that column, address of X, tokens,
-    row stride of dY, row stride of X) is None for a single segment. GROUPED: k is a multiple of 4. `flag`
+    row stride of dY, row stride of X) is None for a single segment. GROUPED: k is a multiple of 8. `flag`
     (int32): a value other than 0 leaves everything untouched.
     """
     if flag is not None:
@@ -309,7 +309,7 @@ def launch(
         "STORE_ONLY": target is None,
         "PRECISION": precision,
         "ALIGNED": table is not None and aligned,
-        "GROUPED": k % 4 == 0,
+        "GROUPED": k % 8 == 0,
         **launch_options(config, gradient, [target.weight, *target.states] if target is not None else []),
     }
     through(wgrad_step_kernel, grid, positional, constants)

@@ -34,7 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_grad_optimizer.kernels import launcher
-from fused_grad_optimizer.kernels._device import load_scalars, parameter_keys, random_halves, words_of_fours
+from fused_grad_optimizer.kernels._device import (
+    load_scalars,
+    parameter_keys,
+    random_halves,
+    words_in_storage,
+    words_of_eights,
+)
 from fused_grad_optimizer.kernels._gluon import role_barrier, tma_load
 from fused_grad_optimizer.kernels.configs import HopperConfig, multiprocessors
 from fused_grad_optimizer.kernels.factors import Gradient, Target
@@ -211,17 +217,21 @@ def _state_role(
 
 
 @gluon.jit
-def _store(targets, offsets, mask, results, four, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
+def _store(targets, offsets, mask, results, eight, key0, key1, STORES: gl.constexpr, STOCHASTIC: gl.constexpr):
     """Results to memory, with the random bits of `_device.update_tile` for the same elements."""
     LAYOUT: gl.constexpr = block_layout(1, gl.num_warps())
-    LAYOUT_OF_PAIRS: gl.constexpr = block_layout(2, gl.num_warps())
-    bits = four
+    OF_FOURS: gl.constexpr = block_layout(4, gl.num_warps())
+    OF_PAIRS: gl.constexpr = block_layout(2, gl.num_warps())
+    bits = eight
+    words = (eight, eight, eight, eight)
     if STOCHASTIC:
-        first, second = words_of_fours(four, key0, key1)
-        word = interleaved(first, second, LAYOUT_OF_PAIRS)
+        words = words_of_eights(eight, key0, key1)
     for s in gl.static_range(len(targets)):
         if STOCHASTIC:
-            even, odd = random_halves(word, s)
+            taken = words_in_storage(words, s)
+            first = interleaved(taken[0], taken[2], OF_FOURS)
+            second = interleaved(taken[1], taken[3], OF_FOURS)
+            even, odd = random_halves(interleaved(first, second, OF_PAIRS), s)
             bits = interleaved(even, odd, LAYOUT)  # type: ignore[assignment]
         STORES[s](targets[s] + offsets, mask, results[s], bits)
 
@@ -252,7 +262,7 @@ def _update_role(
     BLOCKS: gl.constexpr = UNIT_ROWS // ROWS
     LAYOUT: gl.constexpr = block_layout(1, gl.num_warps())
     rows, columns, local = block_offsets(k, ROWS, 1)
-    _, _, fours = block_offsets(k, ROWS, 4)
+    _, _, eights = block_offsets(k, ROWS, 8)
     factor = gl.load(scale).to(gl.float32) if scale is not None else 1.0
     key0, key1 = 0, 0
     if RULE is not None:
@@ -286,8 +296,8 @@ def _update_role(
                     mask = (r + rows < n)[:, None] & (column + columns < k)[None, :]
                 if RULE is not None:
                     results = RULE(h, values[0], g, *values[1:])
-                    four = (base >> 2).to(gl.int32) + fours
-                    _store(targets, base + local, mask, results, four, key0, key1, STORES, STOCHASTIC)
+                    eight = (base >> 3).to(gl.int32) + eights
+                    _store(targets, base + local, mask, results, eight, key0, key1, STORES, STOCHASTIC)
                 else:
                     gl.store(targets[0] + base + local, g, mask=mask)
             u += 1

@@ -1,10 +1,10 @@
 """Counter-based random bits and stochastic rounding, the same on every device.
 
 The bits of an element are a function of (seed, step, parameter, flat element index) alone: they do not depend on tile
-shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Four neighbours (flat indices 4i ..
-4i + 3) share one hash. It is the word of the first two, and multiplied by `SECOND` that of the others; each storage
-(weight 0, first state 1, ...) multiplies a pair's word by its own of `MULTIPLIERS` and gives the even element the lower
-half, the odd one the upper half.
+shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Eight neighbours (flat indices 8i ..
+8i + 7) share one hash. Times each of `MULTIPLIERS` it gives four words, and their lower and upper halves are the eight
+numbers 0 .. 7 of 16 bits. Element e of the eight takes number e XOR s in storage s (weight 0, first state 1, ...): a
+Latin square, so that no two elements share a number in a storage, and an element's storages share none.
 
 The mixing function is a 32-bit multiply-xorshift hash. Everything is int32 arithmetic that wraps, so that the torch
 form below and the Triton form in `kernels/` are the same operations.
@@ -44,9 +44,9 @@ def parameter_keys(keys: tuple[int, int], parameter: int) -> tuple[int, int]:
     return _signed(key0), _signed(key1)
 
 
-def hash_fours(four, key0, key1):
-    """An int32 word for each four elements, by their index. One code for int32 torch tensors and Triton tiles."""
-    x = four + key0
+def hash_eights(eight, key0, key1):
+    """An int32 word for each eight elements, by their index. One code for int32 torch tensors and Triton tiles."""
+    x = eight + key0
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 2146121005
     x = x ^ key1
@@ -55,32 +55,37 @@ def hash_fours(four, key0, key1):
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-# All odd. For any two of the eight products of a multiplier with 1 or SECOND, the points (a x, b x) modulo 2^16 and
-# modulo 2^32 form lattices whose shortest vectors have 68% or more of the greatest possible length (spectral test).
-SECOND = -304212291
+# All odd. For any two of them the points (a x, b x) modulo 2^16 and modulo 2^32 form lattices whose shortest vectors
+# have 68% or more of the greatest possible length (spectral test).
 MULTIPLIERS = (1, -2024979795, -989154905, -1195298061)
 
 
-def four_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Indices of fours `start .. start + count - 1`, modulo 2^30, as int32 (in `out` [count] if given)."""
+def eight_index(start: int, count: int, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Indices of eights `start .. start + count - 1`, modulo 2^29, as int32 (in `out` [count] if given)."""
     out = torch.empty(count, dtype=torch.int32, device=device) if out is None else out
-    start &= 0x3FFFFFFF
-    if start + count <= 1 << 30:
+    start &= 0x1FFFFFFF
+    if start + count <= 1 << 29:
         return torch.arange(start, start + count, dtype=torch.int32, device=device, out=out)
-    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device) & 0x3FFFFFFF)
+    return out.copy_(torch.arange(start, start + count, dtype=torch.int64, device=device) & 0x1FFFFFFF)
 
 
 def words_of_pairs(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """For the words [fours], those of their pairs in `out` [2 * fours]."""
-    first, second = out.view(-1, 2).unbind(1)
-    first.copy_(words)
-    torch.mul(words, SECOND, out=second)
+    """For the words [eights], those of their pairs in `out` [4 * eights]."""
+    for pair, multiplier in zip(out.view(-1, 4).unbind(1), MULTIPLIERS):
+        torch.mul(words, multiplier, out=pair)
     return out
 
 
-def halves(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """For words [pairs], the 16 bits of each element as int32 [2 * pairs] in `out`; the upper 16 are not cleared."""
-    return out.copy_(words.view(torch.int16))
+def random_numbers(words: torch.Tensor, storage: int, out: torch.Tensor) -> torch.Tensor:
+    """For words [pairs], the 16 bits of each element in a storage as int32 [2 * pairs] in `out`; of an int32 the upper
+    16 are not cleared."""
+    numbers, wanted = (t.view(-1, 2, 2) for t in (words.view(torch.int16), out))
+    if storage == 0:
+        return out.copy_(words.view(torch.int16))
+    for pair in range(2):
+        for half in range(2):
+            wanted[:, pair, half].copy_(numbers[:, pair ^ (storage >> 1), half ^ (storage & 1)])
+    return out
 
 
 def round_bits(bits, random):
