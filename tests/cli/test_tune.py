@@ -195,19 +195,18 @@ def test_a_cell_is_checked_then_timed(settings, monkeypatch):
 
 @pytest.mark.parametrize("declines", [None, "not this one"])
 def test_candidates(settings, monkeypatch, declines):
-    class Properties:
-        multi_processor_count = 132
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(dispatch, "reason_against_hopper", lambda *arguments: declines)
     problem = kernel.Problem(kernel.Case(256, 128, 16, "adamw", None), settings)
     found = tune.candidates(problem)
     assert len(set(found)) == len(found)
     assert [c for c in found if c.path == CHUNKED] == [C]  # all sizes give half of so small a weight
     hopper = [c for c in found if c.path == HOPPER]
-    assert len(hopper) == (len(configs.CANDIDATES[HOPPER]) if declines is None else 0)
-    monkeypatch.setattr(problem, "case", kernel.Case(14336, 4096, 16, "adamw", None))
-    assert len([c for c in tune.candidates(problem) if c.path == CHUNKED]) == len(configs.CANDIDATES[CHUNKED])
+    in_panels = [changes for changes in configs.CANDIDATES[HOPPER] if "panel" in changes]
+    assert len(hopper) == (len(configs.CANDIDATES[HOPPER]) - len(in_panels) if declines is None else 0)
+    monkeypatch.setattr(problem, "case", kernel.Case(4096, 14336, 16, "adamw", None))
+    found = tune.candidates(problem)
+    assert len([c for c in found if c.path == CHUNKED]) == len(configs.CANDIDATES[CHUNKED])
+    assert len([c for c in found if dict(c.config).get("panel")]) == (len(in_panels) if declines is None else 0)
 
 
 class Meanwhile(FakeTimer):
@@ -283,10 +282,6 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_first_cell(setting
 def test_what_does_not_fit_the_card_is_no_candidate(settings, monkeypatch):
     """Seven stages leave no room for four blocks of W in bf16 and two states in fp32."""
 
-    class Properties:
-        multi_processor_count = 132
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(dispatch, "reason_against_hopper", lambda *arguments: None)
     wide = {"stages": 7, "state_slots": 4}
     monkeypatch.setitem(configs.CANDIDATES, HOPPER, ({}, wide, {"group": 4}))

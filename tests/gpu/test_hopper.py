@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -58,6 +59,22 @@ def test_fused_equals_unfused_bit_for_bit(name, n, k, weight, state):
     take_step(fused, gradient, update)
     take_step(unfused, Gradient([], [], dense=dense(gradient, n, k)), update)
     assert_same(fused, unfused)
+
+
+@pytest.mark.parametrize("changes", [{"group": 1, "panel": 256}, {"group": 3, "panel": 384}, {"panel": 1024}], ids=str)
+def test_panels_step_every_tile_once(changes):
+    """Of 8 column-tiles, the last of them not whole: in 4 panels, 3 and 1."""
+    update, n, k = UPDATES["adamw"], 1000, 992
+    gradient, one = factors(n, k, (300,)), make_target(update, n, k)
+    other = copy_of(one)
+    stores, stochastic = ops._stores(one.storages)
+    scalars = ops.make_scalars(update, HYPER, 3, False, 0, one.weight.device, one.weight.dtype)
+    for target, config in ((one, hopper_config(6)), (other, dataclasses.replace(hopper_config(6), **changes))):
+        dispatch.hopper_kernel().launch(
+            gradient, n, k, config, target=target, scalars=scalars.values, keys=scalars.keys, update=update,
+            stores=stores, stochastic=stochastic,
+        )  # fmt: skip
+    assert_same(one, other)
 
 
 @pytest.mark.parametrize("tokens", [(4096,), (2048, 1, 2100)], ids=str)

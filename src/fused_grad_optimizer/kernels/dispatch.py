@@ -35,6 +35,7 @@ from fused_grad_optimizer.kernels.configs import (
 from fused_grad_optimizer.kernels.factors import Gradient
 
 PATHS = (PORTABLE, HOPPER, CHUNKED)
+MOST_GROUP = 1024  # row-tiles; numbers of tiles are int32
 SHARED_MEMORY = 226 << 10  # bytes of a Hopper block, which may have 227 KiB, less its barriers
 
 
@@ -150,9 +151,11 @@ def _hopper_config(
     """
     config = hopper_config(element_bytes, tokens, (n, k), multiprocessors)
     changed = replace(config, **dict(changes))
-    followed = {"group", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
-    usable = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
-    return changed if followed and usable and shared_memory(changed, element_bytes) <= SHARED_MEMORY else config
+    followed = {"group", "panel", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
+    rings = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
+    order = changed.group <= MOST_GROUP and changed.panel % changed.block_k == 0
+    fitting = shared_memory(changed, element_bytes) <= SHARED_MEMORY
+    return changed if followed and rings and order and fitting else config
 
 
 def shared_memory(config: HopperConfig, element_bytes: int) -> int:
