@@ -189,8 +189,8 @@ def describe(case: Case, settings: KernelSettings) -> str:
 
 
 def candidates(problem: Problem) -> list[Choice]:
-    """What can take this problem and fits its card; of chunk sizes that give the same rows only the first, and no panels
-    that hold all columns."""
+    """What can take this problem and fits its card; of chunk sizes that give the same rows only the first, and no panel
+    that holds all columns."""
     n, k, first = problem.case.n, problem.case.k, problem.targets[0]
     tensors = [first.weight, *first.states]
     found = [tuning.choice(PORTABLE, changes) for changes in CANDIDATES[PORTABLE]]
