@@ -86,7 +86,7 @@ def test_wide_tiles_step_bit_for_bit_as_narrow_ones(name, weight, state, tokens)
     scale = torch.tensor(0.3, device="cuda") if len(tokens) > 1 else None
     gradient = factors(n, k, tokens, scale=scale)
     wide = make_target(update, n, k, weight, state)
-    narrow, unfused = copy_of(wide), copy_of(wide)
+    start, unfused = copy_of(wide), copy_of(wide)
     tensors = [wide.weight, *wide.states]
     launch, options = dispatch.launcher(Choice(HOPPER), n, k, tensors, sum(tokens), torch.bfloat16)
     assert (options["config"].block_k, options["config"].mma_warps) == (256, 8)
@@ -95,9 +95,12 @@ def test_wide_tiles_step_bit_for_bit_as_narrow_ones(name, weight, state, tokens)
     assert_same(wide, unfused)
     stores, stochastic = ops._stores(wide.storages)
     scalars = ops.make_scalars(update, HYPER, 3, False, 0, wide.weight.device, wide.weight.dtype)
-    launch(gradient, n, k, hopper_config(sum(t.element_size() for t in tensors)), target=narrow, scalars=scalars.values,
-           keys=scalars.keys, update=update, stores=stores, stochastic=stochastic)  # fmt: skip
-    assert_same(wide, narrow)
+    in_panels = dataclasses.replace(options["config"], group=3, panel=512)
+    for config in (hopper_config(sum(t.element_size() for t in tensors)), in_panels):
+        other = copy_of(start)
+        launch(gradient, n, k, config, target=other, scalars=scalars.values, keys=scalars.keys, update=update,
+               stores=stores, stochastic=stochastic)  # fmt: skip
+        assert_same(wide, other)
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -44,7 +44,7 @@ def variants() -> Iterator[tuple[str, list, dict]]:
                 yield _variant(f"{name} {update.name} {weight} {state}", update, weight, state, tokens)
         n = 272 if tokens == 256 else 256  # wide tiles are for even weights
         yield _variant(f"{name} adamw bf16 bf16, 3 pairs, scaled, {n}", adamw, "bf16", "bf16", tokens, n, 3)
-        for changes in CANDIDATES[HOPPER] if tokens == 256 else ():
+        for changes in CANDIDATES[HOPPER]:
             n = 8192 if "panel" in changes else 256  # several panels
             yield _variant(f"{name} adamw bf16 bf16, {changes}", adamw, "bf16", "bf16", tokens, n, changes=changes)
         gradient = Gradient([_tensor(tokens, 256, torch.bfloat16)], [_tensor(tokens, 256, torch.bfloat16)])

@@ -18,12 +18,14 @@ from fused_grad_optimizer.storage.rounding import (
 )
 
 
-def bits(count, seed=0, step=1, parameter=0, start=0):
-    """The 16 bits of elements start .. start + count - 1 for each of four storages."""
+def bits(count, seed=0, step=1, parameter=0, start=0, storages=4):
+    """The 16 bits of elements start .. start + count - 1 for each storage."""
     eights = eight_index(start // 8, count // 8 + 2, torch.device("cpu"))
     word = hash_eights(eights, *parameter_keys(step_keys(seed, step), parameter))
     words = words_of_pairs(word, out=torch.empty(4 * len(word), dtype=torch.int32))
-    random = [random_numbers(words, s, out=torch.empty(2 * len(words), dtype=torch.int32)) & 0xFFFF for s in range(4)]
+    random = [
+        random_numbers(words, s, out=torch.empty(2 * len(words), dtype=torch.int32)) & 0xFFFF for s in range(storages)
+    ]
     return [r[start % 8 : start % 8 + count] for r in random]
 
 
@@ -80,8 +82,8 @@ def test_elements_of_an_eight_share_no_number_in_a_storage_nor_storages_in_an_el
     word = int(hash_eights(eight, *keys))
     numbers = [(word * m >> 16 * half) & 0xFFFF for m in MULTIPLIERS for half in (0, 1)]
     assert len(set(numbers)) == 8
-    found = bits(8, start=40)
-    for storage in range(4):
+    found = bits(8, start=40, storages=8)
+    for storage in range(8):
         assert found[storage].tolist() == [numbers[element ^ storage] for element in range(8)]
 
 

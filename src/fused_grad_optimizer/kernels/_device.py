@@ -49,7 +49,10 @@ def words_of_eights(eight, key0, key1):
 
 @triton.jit
 def words_in_storage(words, STORAGE: tl.constexpr):
-    """The words in the order in which the pairs of an eight take them in a storage."""
+    """The words in the order in which the pairs of an eight take them in a storage (0 .. 7)."""
+    tl.static_assert(STORAGE < 8, "an eight has numbers for eight storages")
+    if STORAGE & 4:
+        words = (words[2], words[3], words[0], words[1])
     if STORAGE & 2:
         words = (words[1], words[0], words[3], words[2])
     return words

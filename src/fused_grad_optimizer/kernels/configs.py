@@ -192,7 +192,8 @@ def gemm_config(
 
 
 # What `forge bench tune` times: fields that differ from the configuration above, for each path. Of the Hopper kernel
-# other rings, registers and tiles were never 1% faster where it was measured, but for the order of tiles.
+# other rings, registers and tiles were never 1% faster where it was measured, only other orders of tiles. Panels are
+# for rows so long that X for all of their columns does not stay in the L2 cache.
 CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
     HOPPER: (
         {},

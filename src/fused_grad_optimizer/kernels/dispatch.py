@@ -153,7 +153,7 @@ def _hopper_config(
     changed = replace(config, **dict(changes))
     followed = {"group", "panel", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
     rings = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
-    order = changed.group <= MOST_GROUP and changed.panel % changed.block_k == 0
+    order = 1 <= changed.group <= MOST_GROUP and changed.panel >= 0 and changed.panel % changed.block_k == 0
     fitting = shared_memory(changed, element_bytes) <= SHARED_MEMORY
     return changed if followed and rings and order and fitting else config
 

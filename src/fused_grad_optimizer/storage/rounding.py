@@ -3,7 +3,7 @@
 The bits of an element are a function of (seed, step, parameter, flat element index) alone: they do not depend on tile
 shapes or devices, replay exactly, and a resumed run needs nothing saved for them. Eight neighbours (flat indices 8i ..
 8i + 7) share one hash. Times each of `MULTIPLIERS` it gives four words, and their lower and upper halves are the eight
-numbers 0 .. 7 of 16 bits. Element e of the eight takes number e XOR s in storage s (weight 0, first state 1, ...): a
+numbers 0 .. 7 of 16 bits. Element e of the eight takes number e XOR s in storage s (weight 0, first state 1, .. 7): a
 Latin square, so that no two elements share a number in a storage, and an element's storages share none.
 
 The mixing function is a 32-bit multiply-xorshift hash. Everything is int32 arithmetic that wraps, so that the torch
@@ -79,12 +79,12 @@ def words_of_pairs(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def random_numbers(words: torch.Tensor, storage: int, out: torch.Tensor) -> torch.Tensor:
     """For words [pairs], the 16 bits of each element in a storage as int32 [2 * pairs] in `out`; of an int32 the upper
     16 are not cleared."""
-    numbers, wanted = (t.view(-1, 2, 2) for t in (words.view(torch.int16), out))
     if storage == 0:
         return out.copy_(words.view(torch.int16))
-    for pair in range(2):
-        for half in range(2):
-            wanted[:, pair, half].copy_(numbers[:, pair ^ (storage >> 1), half ^ (storage & 1)])
+    period = 2 << (storage.bit_length() - 1)  # elements within which numbers change places
+    numbers, wanted = (t.view(-1, period) for t in (words.view(torch.int16), out))
+    for element in range(period):
+        wanted[:, element].copy_(numbers[:, element ^ storage])
     return out
 
 
