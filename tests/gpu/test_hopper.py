@@ -36,6 +36,16 @@ def dense(gradient, n, k):
     return ops.wgrad(gradient, torch.Size((n, k)), 0, n, torch.float32)
 
 
+def step_with(config, target, gradient, update):
+    """`take_step` by the Hopper kernel in a configuration that need not be the one it would take."""
+    stores, stochastic = ops._stores(target.storages)
+    scalars = ops.make_scalars(update, HYPER, 3, False, 0, target.weight.device, target.weight.dtype)
+    dispatch.hopper_kernel().launch(
+        gradient, *target.weight.shape, config, target=target, scalars=scalars.values, keys=scalars.keys,
+        update=update, stores=stores, stochastic=stochastic,
+    )  # fmt: skip
+
+
 def assert_takes(gradient, n, k, *tensors):
     assert dispatch.choose(gradient, n, k, list(tensors))[0] == dispatch.HOPPER
 
@@ -67,13 +77,8 @@ def test_panels_step_every_tile_once(changes):
     update, n, k = UPDATES["adamw"], 1000, 992
     gradient, one = factors(n, k, (300,)), make_target(update, n, k)
     other = copy_of(one)
-    stores, stochastic = ops._stores(one.storages)
-    scalars = ops.make_scalars(update, HYPER, 3, False, 0, one.weight.device, one.weight.dtype)
-    for target, config in ((one, hopper_config(6)), (other, dataclasses.replace(hopper_config(6), **changes))):
-        dispatch.hopper_kernel().launch(
-            gradient, n, k, config, target=target, scalars=scalars.values, keys=scalars.keys, update=update,
-            stores=stores, stochastic=stochastic,
-        )  # fmt: skip
+    step_with(hopper_config(6), one, gradient, update)
+    step_with(dataclasses.replace(hopper_config(6), **changes), other, gradient, update)
     assert_same(one, other)
 
 
@@ -88,18 +93,15 @@ def test_wide_tiles_step_bit_for_bit_as_narrow_ones(name, weight, state, tokens)
     wide = make_target(update, n, k, weight, state)
     start, unfused = copy_of(wide), copy_of(wide)
     tensors = [wide.weight, *wide.states]
-    launch, options = dispatch.launcher(Choice(HOPPER), n, k, tensors, sum(tokens), torch.bfloat16)
+    _, options = dispatch.launcher(Choice(HOPPER), n, k, tensors, sum(tokens), torch.bfloat16)
     assert (options["config"].block_k, options["config"].mma_warps) == (256, 8)
     take_step(wide, gradient, update)
     take_step(unfused, Gradient([], [], dense=dense(gradient, n, k)), update)
     assert_same(wide, unfused)
-    stores, stochastic = ops._stores(wide.storages)
-    scalars = ops.make_scalars(update, HYPER, 3, False, 0, wide.weight.device, wide.weight.dtype)
     in_panels = dataclasses.replace(options["config"], group=3, panel=512)
     for config in (hopper_config(sum(t.element_size() for t in tensors)), in_panels):
         other = copy_of(start)
-        launch(gradient, n, k, config, target=other, scalars=scalars.values, keys=scalars.keys, update=update,
-               stores=stores, stochastic=stochastic)  # fmt: skip
+        step_with(config, other, gradient, update)
         assert_same(wide, other)
 
 

@@ -59,7 +59,8 @@ def _widened(even, odd):
 
 @gluon.jit
 def read_block(block, LAYOUT: gl.constexpr):
-    """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in `_blocks`."""
+    """A block of W or a state in fp32; in shared memory it is [rows, columns], or folded as in
+    `wgrad_step_hopper._blocks`."""
     if len(block.shape) == 3:
         LANE: gl.constexpr = block.shape[2]
         folded: gl.constexpr = gl.BlockedLayout(
