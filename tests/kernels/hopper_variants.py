@@ -46,8 +46,7 @@ def variants() -> Iterator[tuple[str, list, dict]]:
         n = 272 if tokens == 256 else 256  # wide tiles are for even weights
         yield _variant(f"{name} adamw bf16 bf16, 3 pairs, scaled, {n}", adamw, "bf16", "bf16", tokens, n, 3)
         for changes in CANDIDATES[HOPPER][0 if tokens == 256 else -1 :]:
-            n = 8192 if "panel" in changes else 256  # several panels
-            yield _variant(f"{name} adamw bf16 bf16, {changes}", adamw, "bf16", "bf16", tokens, n, changes=changes)
+            yield _variant(f"{name} adamw bf16 bf16, {changes}", adamw, "bf16", "bf16", tokens, changes=changes)
         gradient = Gradient([_tensor(tokens, 256, torch.bfloat16)], [_tensor(tokens, 256, torch.bfloat16)])
         options = {"target": None, "out": _tensor(256, 256, torch.float32), "scalars": None, "keys": None, "flag": None}
         yield (

@@ -11,25 +11,17 @@ from fused_grad_optimizer.kernels import wgrad_step_hopper
 def order(monkeypatch):
     monkeypatch.setattr(wgrad_step_hopper, "_divide", divmod)
 
-    def order(tiles, group, panel):
-        return [wgrad_step_hopper._tile_of.fn(i, tiles, group, panel) for i in range(tiles[0] * tiles[1])]
+    def order(tiles, group):
+        return [wgrad_step_hopper._tile_of.fn(i, tiles, group) for i in range(tiles[0] * tiles[1])]
 
     return order
 
 
 def test_groups_of_rows_share_columns(order):
-    assert order((3, 2), 2, 0) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
-
-
-def test_a_panel_is_finished_before_the_next(order):
-    first, last = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)], [(0, 2), (1, 2), (2, 2)]
-    assert order((3, 3), 1, 2) == first + last
+    assert order((3, 2), 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (5, 7), (8, 112), (33, 3)])
 @pytest.mark.parametrize("group", [1, 4, 16, 1024])
-@pytest.mark.parametrize("panel", [0, 1, 3, 32])
-def test_every_tile_has_its_turn(order, tiles, group, panel):
-    assert sorted(order(tiles, group, panel)) == [
-        (row, column) for row in range(tiles[0]) for column in range(tiles[1])
-    ]
+def test_every_tile_has_its_turn(order, tiles, group):
+    assert sorted(order(tiles, group)) == [(row, column) for row in range(tiles[0]) for column in range(tiles[1])]

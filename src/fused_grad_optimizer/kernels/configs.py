@@ -39,7 +39,6 @@ class HopperConfig:
     """Of `wgrad_step_hopper`: tile [block_n, block_k], block_t tokens an operand stage, `group` row-tiles for L2 reuse.
 
     Attributes:
-        panel: columns of W, a multiple of block_k, that are finished before the next ones; 0: all.
         stages: operand stages in shared memory.
         slots: units of the accumulator, [16 * mma_warps, 128] fp32, in shared memory.
         state_slots: blocks of W and states, [state_rows, 128], in shared memory; a multiple of the two updaters.
@@ -55,7 +54,6 @@ class HopperConfig:
     block_k: int = 128
     block_t: int = 32
     group: int = 8
-    panel: int = 0
     stages: int = 7
     slots: int = 2
     state_rows: int = 16
@@ -192,16 +190,13 @@ def gemm_config(
 
 
 # What `forge bench tune` times: fields that differ from the configuration above, for each path. Of the Hopper kernel
-# other rings, registers and tiles were never 1% faster where it was measured, only other orders of tiles. Panels are
-# for rows so long that X for all of their columns does not stay in the L2 cache.
+# other rings, registers and tiles were never 1% faster where it was measured, only other orders of tiles.
 CANDIDATES: dict[str, tuple[dict[str, int], ...]] = {
     HOPPER: (
         {},
         {"group": 1},
         {"group": 4},
         {"group": 16},
-        {"group": 1, "panel": 4096},
-        {"group": 4, "panel": 4096},
     ),
     PORTABLE: ({},),
     CHUNKED: ({},),

@@ -151,9 +151,9 @@ def _hopper_config(
     """
     config = hopper_config(element_bytes, tokens, (n, k), multiprocessors)
     changed = replace(config, **dict(changes))
-    followed = {"group", "panel", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
+    followed = {"group", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
     rings = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
-    order = 1 <= changed.group <= MOST_GROUP and changed.panel >= 0 and changed.panel % changed.block_k == 0
+    order = 1 <= changed.group <= MOST_GROUP
     fitting = shared_memory(changed, element_bytes) <= SHARED_MEMORY
     return changed if followed and rings and order and fitting else config
 

@@ -66,18 +66,13 @@ def _divide(a, b):
 
 
 @gluon.jit
-def _tile_of(tile, tiles, GROUP: gl.constexpr, PANEL: gl.constexpr):
-    """Grouped order: GROUP row-tiles share the columns of X while they are in L2, a panel of columns at a time."""
+def _tile_of(tile, tiles, GROUP: gl.constexpr):
+    """Grouped order: GROUP row-tiles share the columns of X while they are in L2."""
     tiles_n, tiles_k = tiles
-    left = 0
-    if PANEL > 0:
-        panel, tile = _divide(tile, PANEL * tiles_n)
-        left = panel * PANEL
-        tiles_k = min(tiles_k - left, PANEL)
     group, rest = _divide(tile, GROUP * tiles_k)
     first = group * GROUP
     column, row = _divide(rest, min(tiles_n - first, GROUP))
-    return first + row, left + column
+    return first + row, column
 
 
 @gluon.jit
@@ -102,12 +97,12 @@ def _load_segment(stage, phase, dy, x, tokens, row, column, stages):
 
 
 @gluon.jit
-def _load_role(dys, xs, tokens, stages, tiles, GROUP: gl.constexpr, PANEL: gl.constexpr, PAIRS: gl.constexpr):
+def _load_role(dys, xs, tokens, stages, tiles, GROUP: gl.constexpr, PAIRS: gl.constexpr):
     operands_dy, operands_x, full, empty = stages
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
-        tile_n, tile_k = _tile_of(tile, tiles, GROUP, PANEL)
+        tile_n, tile_k = _tile_of(tile, tiles, GROUP)
         row, column = tile_n * operands_dy.shape[2], tile_k * operands_x.shape[2]
         for s in gl.static_range(PAIRS):
             stage, phase = _load_segment(stage, phase, dys[s], xs[s], tokens[s], row, column, stages)
@@ -199,9 +194,8 @@ def _load_block(source, row, column, full, block):
 
 @gluon.jit
 def _state_role(
-    sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PANEL: gl.constexpr,
-    UNIT_ROWS: gl.constexpr,
-):  # fmt: skip
+    sources, states, tiles, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP: gl.constexpr, UNIT_ROWS: gl.constexpr
+):
     """W and states of this program's tiles, block by block."""
     slots, full, empty = states
     if len(slots) > 0:
@@ -211,7 +205,7 @@ def _state_role(
         slot = 0
         phase = 0
         for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
-            tile_n, tile_k = _tile_of(tile, tiles, GROUP, PANEL)
+            tile_n, tile_k = _tile_of(tile, tiles, GROUP)
             for unit in range(_units(BLOCK_N, BLOCK_K, UNIT_ROWS)):
                 row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K, UNIT_ROWS)
                 for b in gl.static_range(UNIT_ROWS // ROWS):
@@ -259,7 +253,7 @@ def _read_states(states, i, LAYOUT: gl.constexpr):
 def _update_role(
     targets, scale, scalars, keys, states, ring, n, k, tiles, parameter, UPDATER: gl.constexpr, RULE: gl.constexpr,
     STORES: gl.constexpr, STOCHASTIC: gl.constexpr, SCALARS: gl.constexpr, EVEN: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP: gl.constexpr, PANEL: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The rule (None: store g as it is) on every UPDATERS-th block of this program's tiles."""
     units, full, empty = ring
@@ -277,7 +271,7 @@ def _update_role(
         key0, key1 = parameter_keys(keys, parameter)
     u = 0
     for tile in range(gl.program_id(0), tiles[0] * tiles[1], gl.num_programs(0)):
-        tile_n, tile_k = _tile_of(tile, tiles, GROUP, PANEL)
+        tile_n, tile_k = _tile_of(tile, tiles, GROUP)
         for unit in range(_units(BLOCK_N, BLOCK_K, UNIT_ROWS)):
             row, column = _place(tile_n, tile_k, unit, BLOCK_N, BLOCK_K, UNIT_ROWS)
             mbarrier.wait(full.index(u % SLOTS), (u // SLOTS) & 1)
@@ -345,7 +339,7 @@ def wgrad_step_hopper_kernel(
     targets, w, s0, s1, s2, dy0, x0, t0, dy1, x1, t1, dy2, x2, t2, dy3, x3, t3, scale, scalars, keys, flag, n, k,
     parameter, RULE: gl.constexpr, STORES: gl.constexpr, STOCHASTIC: gl.constexpr, SCALARS: gl.constexpr,
     EVEN: gl.constexpr, PAIRS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_T: gl.constexpr,
-    GROUP: gl.constexpr, PANEL: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, STATE_SLOTS: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, SLOTS: gl.constexpr, STATE_SLOTS: gl.constexpr,
     STATE_ROWS: gl.constexpr, MMA_WARPS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, MMA_REGISTERS: gl.constexpr,
     UPDATE_REGISTERS: gl.constexpr, INSTRUCTION: gl.constexpr,
 ):  # fmt: skip
@@ -374,12 +368,12 @@ def wgrad_step_hopper_kernel(
     gl.warp_specialize(
         [
             (_update_role, (targets, scale, scalars, keys, states, ring, n, k, tiles, parameter, gl.constexpr(0), RULE,
-                            STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, PANEL, STATE_ROWS)),
+                            STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, STATE_ROWS)),
             (_update_role, (targets, scale, scalars, keys, states, ring, n, k, tiles, parameter, gl.constexpr(1), RULE,
-                            STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, PANEL, STATE_ROWS)),
+                            STORES, STOCHASTIC, SCALARS, EVEN, BLOCK_N, BLOCK_K, GROUP, STATE_ROWS)),
             (_mma_role, (stages, ring, tiles, count, INSTRUCTION)),
-            (_load_role, (dys, xs, tokens, stages, tiles, GROUP, PANEL, PAIRS)),
-            (_state_role, (sources, states, tiles, BLOCK_N, BLOCK_K, GROUP, PANEL, UNIT_ROWS)),
+            (_load_role, (dys, xs, tokens, stages, tiles, GROUP, PAIRS)),
+            (_state_role, (sources, states, tiles, BLOCK_N, BLOCK_K, GROUP, UNIT_ROWS)),
         ],
         [gl.num_warps(), MMA_WARPS, 1, 1],
         [UPDATE_REGISTERS, MMA_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS],
@@ -458,8 +452,7 @@ def arguments(
         "RULE": update.kernel if update is not None else None, "STORES": stores, "STOCHASTIC": stochastic,
         "SCALARS": scalars.numel() if scalars is not None else 0, "PAIRS": len(gradient.dys),
         "EVEN": n % config.block_n == 0 and k % config.block_k == 0, "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k, "BLOCK_T": config.block_t, "GROUP": config.group,
-        "PANEL": config.panel // config.block_k if config.panel < k else 0, "STAGES": config.stages,
+        "BLOCK_K": config.block_k, "BLOCK_T": config.block_t, "GROUP": config.group, "STAGES": config.stages,
         "SLOTS": config.slots, "STATE_SLOTS": config.state_slots, "STATE_ROWS": config.state_rows,
         "MMA_WARPS": config.mma_warps, "LOAD_REGISTERS": config.load_registers,
         "MMA_REGISTERS": config.mma_registers, "UPDATE_REGISTERS": config.update_registers,

@@ -189,14 +189,12 @@ def describe(case: Case, settings: KernelSettings) -> str:
 
 
 def candidates(problem: Problem) -> list[Choice]:
-    """What can take this problem and fits its card; of chunk sizes that give the same rows only the first, and no panel
-    that holds all columns."""
+    """What can take this problem and fits its card; of chunk sizes that give the same rows only the first."""
     n, k, first = problem.case.n, problem.case.k, problem.targets[0]
     tensors = [first.weight, *first.states]
     found = [tuning.choice(PORTABLE, changes) for changes in CANDIDATES[PORTABLE]]
     if dispatch.reason_against_hopper(problem.gradient, n, k, tensors) is None:
-        distinct = [changes for changes in CANDIDATES[HOPPER] if changes.get("panel", 0) < k]
-        hopper = [tuning.choice(HOPPER, changes) for changes in distinct]
+        hopper = [tuning.choice(HOPPER, changes) for changes in CANDIDATES[HOPPER]]
         found += [choice for choice in hopper if dispatch.fits(choice, n, k, tensors, problem.case.tokens)]
     by_rows: dict[int, Choice] = {}
     for changes in CANDIDATES[CHUNKED]:
