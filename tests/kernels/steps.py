@@ -59,11 +59,11 @@ def make_problem(
     return Problem(random(n, k).to(device, kept), states, [storage] * (1 + len(states)), gradient, update)
 
 
-def run_step(problem: Problem, gradient: Gradient | None = None, step: int = 3) -> Target:
-    """One step on a copy, from the problem's gradient or from another."""
+def run_step(problem: Problem, gradient: Gradient | None = None, step: int = 3, **hyper) -> Target:
+    """One step on a copy, from the problem's gradient or from another, by HYPER with these changes."""
     target = problem.target()
     update = UPDATES[problem.update]
-    scalars = ops.make_scalars(update, HYPER, step, False, 7, target.weight.device, target.weight.dtype)
+    scalars = ops.make_scalars(update, {**HYPER, **hyper}, step, False, 7, target.weight.device, target.weight.dtype)
     ops.step(target, gradient or problem.gradient, update, scalars, None)
     return target
 

@@ -62,6 +62,22 @@ def test_fused_equals_unfused_bit_for_bit(update, storage, parts, device, monkey
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n, k", [(33, 70), (128, 128)])
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("update", sorted(UPDATES))
+def test_without_a_learning_rate_states_move_and_weights_do_not(update, storage, n, k, device):
+    """The first step of a warm-up; also weights of 0, and states and gradients of 0, whose divisor would be eps."""
+    dtype = torch.bfloat16 if storage != "fp32" and not interpreting() else torch.float32
+    problem = make_problem(n, k, [40], update=update, storage=storage, dtype=dtype, device=device)
+    for tensor in (problem.weight, *problem.states):
+        tensor[: n // 2] = 0
+    problem.gradient.dys[0][:, : n // 3] = 0
+    result = run_step(problem, lr=0.0)
+    assert torch.equal(result.weight, problem.weight)
+    assert not any(torch.equal(a, b) for a, b in zip(result.states, problem.states))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_strided_inputs(device):
     problem = make_problem(40, 48, [30], device=device)
     dy, x = problem.gradient.dys[0], problem.gradient.xs[0]

@@ -45,15 +45,10 @@ def block_offsets(stride, ROWS: gl.constexpr, ELEMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _widened(even, odd):
+def _widened(block):
     """bf16 -> fp32 of pairs that share a register: two instructions. The compiler needs three."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b32 pair; mov.b32 pair, {$2, $3}; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
-        "=r,=r,h,h",
-        [even, odd],
-        (gl.float32, gl.float32),
-        True,
-        1,
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [block], gl.float32, is_pure=True, pack=2
     )
 
 
@@ -71,9 +66,7 @@ def read_block(block, LAYOUT: gl.constexpr):
     else:
         value = block.load(LAYOUT)
     if value.dtype == gl.bfloat16:
-        even, odd = gl.split(value.reshape((value.shape[0], UNIT_COLUMNS // 2, 2)))
-        even, odd = _widened(even, odd)
-        wide = interleaved(even, odd, LAYOUT)
+        wide = _widened(value)
     else:
         wide = value.to(gl.float32)
     return wide
