@@ -32,7 +32,7 @@ LAYERS = [
         "modules",
     ),
     ("_backward_pass", "_flags", "_hooks", "_parameters", "_plans", "_small", "_state_io", "memory", "optimizer"),
-    ("manager", "convert"),
+    ("manager", "convert", "explain"),
     ("distributed", "integrations"),
     ("cli",),
 ]

@@ -9,6 +9,7 @@ Example:
 """
 
 from fused_grad_optimizer.convert import ConversionReport, conversion_report, convert, fuse
+from fused_grad_optimizer.explain import Explanation, explain
 from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.manager import FusedOptimizerManager
 from fused_grad_optimizer.modules import FusedEmbedding, FusedLinear
@@ -16,6 +17,7 @@ from fused_grad_optimizer.optimizer import FusedOptimizer
 
 __all__ = [
     "ConversionReport",
+    "Explanation",
     "FactoredGrad",
     "FusedEmbedding",
     "FusedLinear",
@@ -23,6 +25,7 @@ __all__ = [
     "FusedOptimizerManager",
     "conversion_report",
     "convert",
+    "explain",
     "fuse",
 ]
 __version__ = "0.1.0"

@@ -7,7 +7,6 @@ and inf by one launch before the first of them moves, in backward each by its ow
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from torch import nn
 from fused_grad_optimizer import ops
 from fused_grad_optimizer._parameters import ParameterRecord
 from fused_grad_optimizer.factored_grad import FactoredGrad
-from fused_grad_optimizer.kernels import Target, allows_tf32
+from fused_grad_optimizer.kernels import Target, allows_tf32, dispatch, triton_reason
 from fused_grad_optimizer.rules import Update
 
 if TYPE_CHECKING:
@@ -258,12 +257,24 @@ def _bind(plan: Plan, layout: tuple, failures: int, target: Target, grad: Factor
     return made
 
 
+def check_forced(parameters: Iterable[torch.Tensor]) -> None:
+    """Warn, once, if FORGE_KERNEL is set and Triton's kernels step none of these parameters.
+
+    Raises:
+        ValueError: it names no path.
+    """
+    if dispatch.forced() is not None:
+        reasons = [triton_reason(p.device, p.dtype) for p in parameters]
+        if reasons and None not in reasons:
+            dispatch.say_if_ignored(reasons[0])
+
+
 def forget_if_changed(records: Iterable[ParameterRecord], settings: Any, *modes: str | None) -> Any:
     """Drop all plans if what chooses kernels and storages is not as in `settings`; returns what it is now.
 
     `modes`: the optimizer's `weight_mode` and `state_mode`. The rest is of the process.
     """
-    present = (os.environ.get("FORGE_KERNEL"), allows_tf32(), *modes)
+    present = (dispatch.forced(), allows_tf32(), *modes)
     if present != settings:
         for record in records:
             record.plan = None

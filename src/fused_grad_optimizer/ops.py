@@ -15,16 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import library
 
 from fused_grad_optimizer.kernels import Gradient, Target, dispatch, tile_cpu, triton_reason, tuning
-from fused_grad_optimizer.rules import UPDATES, Update, get_rule
-from fused_grad_optimizer.storage import STORAGES, check_modes, state_storage, weight_storage
+from fused_grad_optimizer.kernels.configs import HOPPER
+from fused_grad_optimizer.rules import UPDATES, Update
+from fused_grad_optimizer.storage import STORAGES
 from fused_grad_optimizer.storage.rounding import step_keys
 
 _LIBRARY = library.Library("forge", "DEF")
@@ -97,7 +98,7 @@ def on_device(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def _launch_step(launch, gradient: Gradient, target: Target, scalars, keys, flag, update: str, **options) -> None:
+def _launch_step(gradient: Gradient, target: Target, scalars, keys, flag, update: str, launch, **options) -> None:
     """Launch a Triton kernel that steps `target`."""
     stores, stochastic = _stores(target.storages)
     launch(
@@ -117,12 +118,11 @@ def _step(
             tile_cpu.wgrad_step(target, gradient, UPDATES[update], *_h(scalars, keys))
     else:
         with on_device(weight.device):
+            launch = partial(_launch_step, gradient, target, scalars, keys, flag, update)
             if dys:
-                n, k = weight.shape
-                launch, options = _gemm_kernel(gradient, n, k, [weight, *states], stochastic=_stores(storages)[1])
+                _launch_gemm(gradient, weight.shape, [weight, *states], launch, stochastic=_stores(storages)[1])
             else:
-                launch, options = _dense_kernel(), {}
-            _launch_step(launch, gradient, target, scalars, keys, flag, update, **options)
+                launch(_dense_kernel())
     torch.autograd.graph.increment_version([weight, *states])
 
 
@@ -176,6 +176,28 @@ def _launch_of(choice: tuning.Choice, gradient: Gradient, n: int, k: int, target
     return launch, {"shape": (n, k), **options}
 
 
+def _launch_gemm(gradient: Gradient, shape: torch.Size, targets, launch: Callable, **options) -> None:
+    """`launch(function, **options)` for the path that is fastest. Where Triton cannot compile the Hopper kernel, which
+    is before anything is written, for the portable one from then on."""
+    n, k = shape
+    choice = dispatch.plan(gradient, n, k, targets, **options).choice
+    function, first = _launch_of(choice, gradient, n, k, targets)
+    try:
+        launch(function, **first)
+    except Exception as error:
+        if choice.path != HOPPER or dispatch.forced() is not None or not _is_from_triton(error):
+            raise
+        dispatch.give_up_hopper(error)
+        function, first = _gemm_kernel(gradient, n, k, targets, **options)
+        launch(function, **first)
+
+
+def _is_from_triton(error: Exception) -> bool:
+    """Whether the compiler refused a kernel, or the device the resources that it would take."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    return "TritonError" in kinds or (isinstance(error, RuntimeError) and "PassManager" in str(error))
+
+
 def _dense_kernel() -> Callable:
     from fused_grad_optimizer.kernels import param_step
 
@@ -190,8 +212,11 @@ def _wgrad(dys, xs, row_map, row_sums, scale, dense, rows, columns, start, end, 
     if dys and dtype == torch.float32 and out.numel() and triton_reason(device, dys[0].dtype) is None:
         with on_device(device):
             if (start, end) == (0, rows):
-                launch, options = _gemm_kernel(gradient, rows, columns, [out], storing=True)
-                launch(gradient, *options.pop("shape"), out=out, **options)
+
+                def store(launch, shape, **options) -> None:
+                    launch(gradient, *shape, out=out, **options)
+
+                _launch_gemm(gradient, out.shape, [out], store, storing=True)
             else:
                 from fused_grad_optimizer.kernels import wgrad_step
 
@@ -305,7 +330,7 @@ def step_by(
     targets = [target.weight, *target.states]
     launch, options = _launch_of(choice, gradient, target.weight.shape[0], target.weight.shape[1], targets)
     with on_device(target.weight.device):
-        _launch_step(launch, gradient, target, scalars.values, scalars.keys, flag, update.name, **options)
+        _launch_step(gradient, target, scalars.values, scalars.keys, flag, update.name, launch, **options)
 
 
 def check_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
@@ -336,7 +361,7 @@ def bind_step(
 
     def launch_step(through) -> None:
         _launch_step(
-            launch, gradient, target, scalars.values, scalars.keys, flag, update.name, through=through, **options
+            gradient, target, scalars.values, scalars.keys, flag, update.name, launch, through=through, **options
         )
 
     launches = [lambda through: finite.check(operands, flag, through), launch_step]
@@ -362,54 +387,3 @@ def wgrad(gradient: Gradient, shape: torch.Size, start: int, end: int, dtype: to
         gradient.dys, gradient.xs, gradient.row_map, gradient.row_sums, gradient.scale, gradient.dense,
         shape[0], shape[1], start, end, dtype,
     )  # fmt: skip
-
-
-class Explanation(NamedTuple):
-    """Attributes:
-    path: "wgrad_step_hopper", "wgrad_step", "chunked" or "tile_cpu".
-    crossover: the largest T that stays in registers; above it all is chunked. None where no T is.
-    """
-
-    path: str
-    reason: str
-    crossover: int | None = None
-
-
-def explain(
-    n: int,
-    k: int,
-    t: int,
-    *,
-    device: torch.device | str,
-    weight_dtype: torch.dtype,
-    input_dtype: torch.dtype | None = None,
-    rule: str = "adamw",
-    state: str | None = None,
-) -> Explanation:
-    """Which path updates a weight [n, k] from t tokens, why, and from which T on another: `(path, reason, crossover)`.
-
-    Example:
-        >>> explain(4096, 4096, 512, device="cpu", weight_dtype=torch.float32)[0]
-        'tile_cpu'
-    """
-    get_rule(rule)
-    check_modes(state, None)
-    device = torch.device(device)
-    kept = f"{rule}, states in {state_storage(weight_dtype, state).name}"
-    reason = triton_reason(device, weight_dtype)
-    if reason is not None:
-        rows = tile_cpu.block_rows(n, k)
-        return Explanation("tile_cpu", f"{reason}; torch operations on blocks of {rows} rows; {kept}")
-    inputs = input_dtype or weight_dtype
-    gradient = Gradient([_sample(t, n, inputs, device)], [_sample(t, k, inputs, device)])
-    chosen = get_rule(rule)
-    states = len(chosen.select({**chosen.defaults, "maximize": False}).states)
-    storages = [weight_storage(weight_dtype, None), *[state_storage(weight_dtype, state)] * states]
-    targets = [_sample(1, k, s.dtype, device) for s in storages]
-    plan = dispatch.plan(gradient, n, k, targets, stochastic=any(s.stochastic for s in storages), tokens=t)
-    return Explanation(plan.choice.path, f"{plan.reason}; T={t}; {kept}", plan.crossover)
-
-
-def _sample(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Two rows (or fewer) of a contiguous tensor: enough to see its strides and alignment."""
-    return torch.empty(min(rows, 2), columns, dtype=dtype, device=device)

@@ -208,6 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._flags.end()
             self._began = False
         refuse_several_processes()
+        _plans.check_forced(self._records)
         if torch._C._current_graph_task_id() >= 0:  # step() has checked those that it steps
             self._check_memory(comes_to)
         if self.when == "backward":

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from fused_grad_optimizer import ops
+from fused_grad_optimizer import explain, ops
 from fused_grad_optimizer.kernels import Gradient, Target, chunked, dispatch, param_step
 from fused_grad_optimizer.kernels.configs import ChunkConfig, chunk_rows
 from fused_grad_optimizer.rules import UPDATES, twin
@@ -246,5 +246,5 @@ def test_choice_by_tokens(monkeypatch):
     path, reason = dispatch.choose(many, 4096, 4096, targets, stochastic=True)
     assert path == dispatch.CHUNKED and "chunked above" in reason
     assert dispatch.choose(many, 4096, 4096, targets[:1], storing=True)[0] != dispatch.CHUNKED
-    found = ops.explain(4096, 4096, 40_000, device="cuda", weight_dtype=BF16)
+    found = explain(4096, 4096, 40_000, device="cuda", weight_dtype=BF16)
     assert found.path == dispatch.CHUNKED and 16 <= found.crossover < 40_000

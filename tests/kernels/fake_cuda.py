@@ -19,8 +19,6 @@ from fused_grad_optimizer.kernels import cuda_driver, launcher
 from fused_grad_optimizer.kernels.launch_layout import ptx_parameters
 from tests.kernels.compile_only import FakeDriver
 
-MAP_BYTES = 128
-
 
 class TensorMap(ctypes.Structure):
     """Stands for a tensor map: what it was encoded from, in the first bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fused_grad_optimizer import _parameters, ops, optimizer
+from fused_grad_optimizer import _parameters, _plans, ops, optimizer
 from fused_grad_optimizer.factored_grad import FactoredGrad
 from fused_grad_optimizer.kernels import dispatch, finite
 
@@ -13,8 +13,8 @@ from fused_grad_optimizer.kernels import dispatch, finite
 def take_the_gpus_way(monkeypatch, hopper: bool = True) -> None:
     """Patch what looks at devices, inside `fake_cuda()`."""
     monkeypatch.setattr(optimizer, "stepped_on_device", lambda parameter: True)
-    monkeypatch.setattr(_parameters, "triton_reason", lambda device, dtype: None)
-    monkeypatch.setattr(ops, "triton_reason", lambda device, dtype: None)
+    for module in (_parameters, _plans, ops):
+        monkeypatch.setattr(module, "triton_reason", lambda device, dtype: None)
     monkeypatch.setattr(ops, "_check_finite", finite.check)
     monkeypatch.setattr(dispatch, "_is_hopper", lambda device: hopper)
 

@@ -44,6 +44,7 @@ def variants() -> Iterator[tuple[str, list, dict]]:
             for weight, state in STORAGE_PAIRS if several else STORAGE_PAIRS[:1]:
                 yield _variant(f"{name} {update.name} {weight} {state}", update, weight, state, tokens)
         n = 272 if tokens == 256 else 256  # wide tiles are for even weights
+        yield _variant(f"{name} adamw fp16 fp32", adamw, "fp16", "fp32", tokens)
         yield _variant(f"{name} adamw bf16 bf16, 3 pairs, scaled, {n}", adamw, "bf16", "bf16", tokens, n, 3)
         for changes in CANDIDATES[HOPPER][0 if tokens == 256 else -1 :]:
             yield _variant(f"{name} adamw bf16 bf16, {changes}", adamw, "bf16", "bf16", tokens, changes=changes)

@@ -55,15 +55,9 @@ def test_wide_tiles_are_for_weights_that_fill_the_card(n, k, wide):
     assert (config.mma_warps, config.group) == (8 if wide else 4, 4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"state_slots": 3, "group": 2}, {"stages": 1}, {"group": 1 << 20}, {"group": 0}, {"slots": 0},
-     {"state_rows": 64}, {"update_warps": 3},
-     {"instruction": 96}, {"block_n": 64, "block_k": 256, "group": 4, "slots": 4, "stages": 5}],
-    ids=str,
-)  # fmt: skip
-def test_a_table_that_the_kernel_cannot_follow(changes):
-    """It would hang, not compile, or end the process; the last is of an older kernel."""
+@pytest.mark.parametrize("changes", [{"state_slots": 3, "group": 2}, {"stages": 1}, {"slots": 0}], ids=str)
+def test_rings_that_the_kernel_cannot_follow(changes):
+    """It would hang, or pass over what is not there yet."""
     config, _ = launched(choice(HOPPER, changes), (torch.bfloat16,) * 2, 512)
     assert config == hopper_config(4, 512)
 

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-# (name, out_features, in_features) of Llama-3.1-8B's linears.
+
+class Layer(NamedTuple):
+    """A weight as the linear layers that have it see it; see `explain` for `uses` and `embedding`."""
+
+    name: str
+    n: int
+    k: int
+    uses: int = 1
+    embedding: bool = False
+
+
+# Of Llama-3.1-8B's linears.
 LLAMA_8B = [
-    ("attention q, o", 4096, 4096),
-    ("attention k, v", 1024, 4096),
-    ("mlp gate, up", 14336, 4096),
-    ("mlp down", 4096, 14336),
-    ("lm_head", 128256, 4096),
+    Layer("attention q, o", 4096, 4096),
+    Layer("attention k, v", 1024, 4096),
+    Layer("mlp gate, up", 14336, 4096),
+    Layer("mlp down", 4096, 14336),
+    Layer("lm_head", 128256, 4096),
 ]
-Size = tuple[str, int, int]
 
 
 def _option(text: str, metavar: str | None = None) -> typer.models.OptionInfo:
@@ -35,6 +46,7 @@ def doctor(
     dtype: Annotated[str | None, _option("float32 or bfloat16 (default: bfloat16 on a GPU, else float32).")] = None,
     rule: Annotated[str, typer.Option(help="Update rule.")] = "adamw",
     state: Annotated[str | None, _option("States as fp32, bf16 or bf16-nearest (default: as the weights).")] = None,
+    weight: Annotated[str | None, _option("Rounding of bf16 weights: stochastic (default) or nearest.")] = None,
 ) -> None:
     """Show device, versions, and which kernel path each layer size takes and why (default: Llama-3.1-8B's sizes)."""
     from fused_grad_optimizer.cli.training.config import UsageError, check_dtype, find_device
@@ -46,8 +58,9 @@ def doctor(
             raise UsageError("--model and --size exclude each other; give one of them")
         place = find_device(device)
         kind = check_dtype(dtype, place)
-        sizes = _model_sizes(model) if model else [_parse(text) for text in size] if size else LLAMA_8B
-        table = _paths(sizes, tokens, place, getattr(torch, kind), rule, state)
+        layers = _layers_of(model) if model else [_parse(text) for text in size] if size else LLAMA_8B
+        modes = {"rule": rule, "state": state, "weight": weight}
+        table = _paths(layers, tokens, device=place, weight_dtype=getattr(torch, kind), **modes)
     except ValueError as error:
         print(f"forge doctor: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
@@ -56,17 +69,18 @@ def doctor(
     console.print(table)
 
 
-def _parse(text: str) -> Size:
+def _parse(text: str) -> Layer:
     from fused_grad_optimizer.cli.training.config import UsageError
 
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip().lower())
     if match is None:
         raise UsageError(f"--size {text}: give out x in features, as 4096x1024")
-    return text, int(match[1]), int(match[2])
+    return Layer(text, int(match[1]), int(match[2]))
 
 
-def _model_sizes(model: str) -> list[Size]:
-    """The linears of a model, built without memory; layers that differ only in a number are one line."""
+def _layers_of(model: str) -> list[Layer]:
+    """The linears of a model, built without memory; layers that differ only in a number are one line, and so are those
+    that share a weight."""
     from fused_grad_optimizer.cli.training.config import existing_path
     from fused_grad_optimizer.cli.training.model import load_config, quiet_transformers, random_model
 
@@ -76,12 +90,17 @@ def _model_sizes(model: str) -> list[Size]:
 
     with torch.device("meta"):
         built = random_model(load_config(path, needs_weights=False), torch.float32)
-    counts: collections.Counter[Size] = collections.Counter()
+    linears: dict[int, list[str]] = {}
+    weights = {id(weight): weight for weight in built.parameters()}
+    embeddings = {id(m.weight) for m in built.modules() if isinstance(m, torch.nn.Embedding)}
     for name, module in built.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)):
-            rows, columns = module.weight.shape
-            counts[re.sub(r"\b\d+\b", "*", name), rows, columns] += 1
-    return [(f"{name} (x{count})" if count > 1 else name, n, k) for (name, n, k), count in counts.items()]
+            linears.setdefault(id(module.weight), []).append(re.sub(r"\b\d+\b", "*", name))
+    counts: collections.Counter[Layer] = collections.Counter()
+    for key, names in linears.items():
+        n, k = weights[key].shape
+        counts[Layer(", ".join(dict.fromkeys(names)), n, k, len(names), key in embeddings)] += 1
+    return [layer._replace(name=f"{layer.name} (x{count})") if count > 1 else layer for layer, count in counts.items()]
 
 
 def _about(device: str, dtype: torch.dtype) -> Table:
@@ -100,16 +119,19 @@ def _about(device: str, dtype: torch.dtype) -> Table:
         table.add_row(library, version or "not installed")
     reason = triton_reason(place, dtype)
     table.add_row("Triton kernels", "yes" if reason is None else f"no: {reason}")
+    forced = os.environ.get("FORGE_KERNEL")
+    if forced is not None:
+        table.add_row("FORGE_KERNEL", forced if reason is None else f"{forced}, which nothing follows here")
     return table
 
 
-def _paths(sizes: list[Size], tokens: int, device: str, dtype: torch.dtype, rule: str, state: str | None) -> Table:
-    from fused_grad_optimizer import ops
+def _paths(layers: list[Layer], tokens: int, *, weight_dtype: torch.dtype, **options: Any) -> Table:
+    from fused_grad_optimizer import explain
 
-    title = f"{tokens} tokens, {str(dtype).removeprefix('torch.')}"
+    title = f"{tokens} tokens, {str(weight_dtype).removeprefix('torch.')}"
     table = Table("layer", "out x in", "path", "in registers up to T", "why", title=title)
-    for name, n, k in sizes:
-        found = ops.explain(n, k, tokens, device=device, weight_dtype=dtype, input_dtype=dtype, rule=rule, state=state)
+    for name, n, k, uses, embedding in layers:
+        found = explain(n, k, tokens, weight_dtype=weight_dtype, uses=uses, embedding=embedding, **options)
         crossover = "-" if found.crossover is None else str(found.crossover)
         table.add_row(name, f"{n} x {k}", found.path, crossover, found.reason)
     return table

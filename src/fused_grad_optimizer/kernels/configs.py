@@ -92,7 +92,7 @@ def hopper_config(
     Shared memory goes to what bounds the launch, as measured on an H200. With few tokens that is the stream of W and
     states, and two blocks in flight for each updater are 5 to 20% faster than one; with many it is the operands, which
     wait where more of the stream is in flight (9% slower with two blocks than with one, AdamW at T = 1024). From 4096
-    tokens on, tiles of twice the columns are 1 to 6% faster: they need a quarter fewer bytes of operands. They are for
+    tokens on, tiles of twice the columns are up to 6% faster: they need a quarter fewer bytes of operands. They are for
     weights of `shape` [n, k] that they divide evenly, over the card's multiprocessors too.
     """
     tokens = tokens or _FEW_TOKENS
@@ -188,6 +188,14 @@ def gemm_config(
         return small
     return large
 
+
+# What a table may say of a path's configuration, and the largest value. Tiles, warps and registers depend on each
+# other: of the GEMM kernels only the order of tiles and the lengths of rings. Numbers of tiles are int32.
+TUNABLE: dict[str, dict[str, int]] = {
+    HOPPER: {"group": 1024, "stages": 8, "slots": 8, "state_slots": 16},
+    PORTABLE: {"group": 1024},
+    CHUNKED: {"mib": 1024},
+}
 
 # What `forge bench tune` times: fields that differ from the configuration above, for each path. Of the Hopper kernel
 # other rings, registers and tiles were never 1% faster where it was measured, only other orders of tiles.

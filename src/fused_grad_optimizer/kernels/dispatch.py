@@ -5,7 +5,8 @@
     chunked             the library's GEMM into a reused chunk, then a streaming step on it
 
 Decided by the number of tokens T and the tables of `tuning`; the kernels' own reasons to decline come first.
-`FORGE_KERNEL` in the environment, set to one of these names, overrides the choice, for debugging.
+`FORGE_KERNEL` in the environment, set to one of these names, overrides the choice, for debugging; what that path cannot
+take goes to the portable kernel, with a warning.
 """
 
 from __future__ import annotations
@@ -35,22 +36,53 @@ from fused_grad_optimizer.kernels.configs import (
 from fused_grad_optimizer.kernels.factors import Gradient
 
 PATHS = (PORTABLE, HOPPER, CHUNKED)
-MOST_GROUP = 1024  # row-tiles; numbers of tiles are int32
 SHARED_MEMORY = 226 << 10  # bytes of a Hopper block, which may have 227 KiB, less its barriers
 
 
-@cache
+_HOPPER_KERNEL: list[ModuleType | None] = []
+
+
 def hopper_kernel() -> ModuleType | None:
     """The module of the Hopper kernel; None, with one warning, where this Triton's Gluon lacks what it needs."""
-    try:
-        return _module(HOPPER)
-    except (ImportError, AttributeError) as error:
-        warnings.warn(
-            f"the Hopper kernel cannot be used with this Triton ({error}); the portable kernel takes its place, which "
-            "is slower. Triton 3.6 and 3.9 are known to work.",
-            stacklevel=2,
-        )
-        return None
+    if not _HOPPER_KERNEL:
+        try:
+            _HOPPER_KERNEL.append(_module(HOPPER))
+        except (ImportError, AttributeError) as error:
+            give_up_hopper(error)
+    return _HOPPER_KERNEL[0]
+
+
+def give_up_hopper(error: Exception) -> None:
+    """The portable kernel takes the place of the Hopper kernel from now on, because of what Triton said about it."""
+    _HOPPER_KERNEL[:] = [None]
+    _say_once(
+        f"the Hopper kernel cannot be used with this Triton ({type(error).__name__}: {str(error).strip()[-500:]}); the "
+        "portable kernel takes its place, which is slower. Triton 3.6 and 3.9 are known to work."
+    )
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def forced() -> str | None:
+    """The path that FORGE_KERNEL names, None without it.
+
+    Raises:
+        ValueError: it names no path.
+    """
+    wanted = os.environ.get("FORGE_KERNEL")
+    if wanted not in (None, *PATHS):
+        raise ValueError(f"FORGE_KERNEL={wanted!r} is not a path; use one of {', '.join(PATHS)}, or unset it")
+    return wanted
+
+
+def say_if_ignored(why: str | None) -> None:
+    """Warn, once, that nothing follows FORGE_KERNEL, if it is set."""
+    wanted = forced()
+    if wanted is not None:
+        _say_once(f"FORGE_KERNEL={wanted} is not followed: {why}")
 
 
 @cache
@@ -93,34 +125,38 @@ def plan(
         tokens: T, where it is not that of the factors.
 
     Raises:
-        ValueError: FORGE_KERNEL names no path, or one that cannot take this gradient; a table is damaged or foreign.
+        ValueError: FORGE_KERNEL names no path; a table is damaged or foreign.
     """
-    device = gradient.dys[0].device
-    wanted = os.environ.get("FORGE_KERNEL")
-    if wanted not in (None, *PATHS):
-        raise ValueError(f"FORGE_KERNEL={wanted!r} is not a path; use one of {', '.join(PATHS)}, or unset it")
+    wanted = forced()
     if wanted == PORTABLE:
         return Plan(tuning.Choice(PORTABLE), "FORGE_KERNEL says so")
     against = reason_against_hopper(gradient, n, k, targets)
-    if storing or wanted == HOPPER:
-        if against is None:
-            return Plan(tuning.Choice(HOPPER), "compute capability 9.0" if storing else "FORGE_KERNEL says so")
-        if wanted == HOPPER:
-            raise ValueError(f"FORGE_KERNEL={wanted}, but: {against}")
-        return Plan(tuning.Choice(PORTABLE), against)
     against_chunks = reason_against_chunks(gradient)
-    if wanted == CHUNKED:
-        if against_chunks is not None:
-            raise ValueError(f"FORGE_KERNEL={wanted}, but: {against_chunks}")
-        return Plan(tuning.Choice(CHUNKED), "FORGE_KERNEL says so")
-    inputs = gradient.dys[0].element_size()
+    if wanted == HOPPER or (wanted == CHUNKED and not storing):
+        return _as_forced(wanted, against if wanted == HOPPER else against_chunks, n, k)
+    if storing:
+        return Plan(tuning.Choice(PORTABLE if against else HOPPER), against or "compute capability 9.0")
+    inputs, device = gradient.dys[0].element_size(), gradient.dys[0].device
     key = tuning.Key(tuple([t.element_size() for t in targets]), stochastic, inputs, n, k)
     found = tuning.ranges(_card(device), key, against is None)
-    choice = found.at(sum([dy.shape[0] for dy in gradient.dys]) if tokens is None else tokens)
+    tokens = sum([dy.shape[0] for dy in gradient.dys]) if tokens is None else tokens
+    choice = found.at(tokens)
     if choice.path == CHUNKED and against_chunks is not None:
         return Plan(tuning.Choice(PORTABLE if against else HOPPER), against_chunks)
     reason = found.reason if against is None else f"{found.reason}; not {HOPPER}: {against}"
+    if choice.path == HOPPER and choice.config and not fits(choice, n, k, targets, tokens):
+        reason += f"; its configuration is not followed, the kernel cannot have {choice}"
+        choice = tuning.Choice(HOPPER)
     return Plan(choice, reason, found.crossover)
+
+
+def _as_forced(wanted: str, against: str | None, n: int, k: int) -> Plan:
+    """The path that FORGE_KERNEL names, or the portable kernel if there is a reason against it. Raising in the middle
+    of a step would leave the weights half updated."""
+    if against is None:
+        return Plan(tuning.Choice(wanted), "FORGE_KERNEL says so")
+    _say_once(f"FORGE_KERNEL={wanted} is not followed for a weight of {n} x {k}, {PORTABLE} takes it: {against}")
+    return Plan(tuning.Choice(PORTABLE), f"not {wanted}, which FORGE_KERNEL names: {against}")
 
 
 def launcher(
@@ -145,17 +181,11 @@ def _bytes_and_card(targets: Sequence[torch.Tensor]) -> tuple[int, int]:
 def _hopper_config(
     n: int, k: int, element_bytes: int, multiprocessors: int, tokens: int, changes: tuple[tuple[str, int], ...]
 ) -> HopperConfig:
-    """With the changes, or with none of them where the kernel might not compile or start so: training must go on.
-
-    Tiles, warps and registers depend on each other: only the order of tiles and the lengths of rings are followed.
-    """
+    """With the changes, or with none of them where the kernel might not compile or start so: training must go on."""
     config = hopper_config(element_bytes, tokens, (n, k), multiprocessors)
     changed = replace(config, **dict(changes))
-    followed = {"group", "stages", "slots", "state_slots"}.issuperset(name for name, _ in changes)
     rings = changed.stages >= 2 and changed.slots >= 1 and changed.state_slots >= 2 and changed.state_slots % 2 == 0
-    order = 1 <= changed.group <= MOST_GROUP
-    fitting = shared_memory(changed, element_bytes) <= SHARED_MEMORY
-    return changed if followed and rings and order and fitting else config
+    return changed if rings and shared_memory(changed, element_bytes) <= SHARED_MEMORY else config
 
 
 def shared_memory(config: HopperConfig, element_bytes: int) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from fused_grad_optimizer.kernels._gluon import SharedLinearLayout
+
 UNIT_COLUMNS = gl.constexpr(128)  # of a unit, and of a block: 256 bytes of a bf16 row
 
 
@@ -18,7 +20,7 @@ def unit_layout(rows):
     stores from wgmma's layout (8 bytes of four neighbouring rows) and loads of 32 bytes a thread meet on no bank."""
     low = [[0, 1], [0, 2], [0, 8], [0, 16], [0, 32], [0, 12], [1, 16], [2, 32], [0, 64]]
     high = [[4, 0], [8, 0], [16, 0], [32, 0], [64, 0]]
-    return gl.SharedLinearLayout([*low, *high[: 4 if rows == 64 else 5]])
+    return SharedLinearLayout([*low, *high[: 4 if rows == 64 else 5]])
 
 
 @gluon.constexpr_function

@@ -9,8 +9,9 @@
                              "candidates": [{"path": "wgrad_step_hopper", "config": {}, "us": 80.5}, ...]}]}]}
 
 `bytes` are those of an element of the weight and of each state, `inputs` those of dY and X, `config` the fields that
-differ from the configuration `configs.py` gives. A weight that is not in the table gets the entry nearest to it; from
-one of other bytes the paths, but no configurations. Between two measured numbers of tokens the path changes where the
+differ from the configuration `configs.py` gives, of those in `configs.TUNABLE`: candidates with others, of another
+version of the kernels, are left out. A weight that is not in the table gets the entry nearest to it; from one of other
+bytes the paths, but no configurations. Between two measured numbers of tokens the path changes where the
 measured times, taken as straight lines, cross; beyond the largest the last two lines go on.
 """
 
@@ -23,20 +24,19 @@ import os
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE, ChunkConfig, GemmConfig, HopperConfig
+from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE, TUNABLE
 
 FORMAT = 1
 NEAR = 1.01  # a path is kept at the next measured T unless another takes 1% less: fewer kernels to compile
 BEYOND = 2  # times the largest measured T, what was measured is still believed
 _ENDLESS = 1 << 20  # tokens
-_CONFIGS = {PORTABLE: GemmConfig, HOPPER: HopperConfig, CHUNKED: ChunkConfig}
-_FIELDS = {path: {f.name for f in fields(config)} for path, config in _CONFIGS.items()}
+_LOG = logging.getLogger("fused_grad_optimizer")
 
 
 class Key(NamedTuple):
@@ -69,11 +69,12 @@ class Cell:
 
 @dataclass
 class Table:
-    """One file: see the module's docstring."""
+    """One file: see the module's docstring. `left_out`: how many candidates were not of this version."""
 
     card: str
     runs: list[dict[str, Any]] = field(default_factory=list)
     entries: dict[Key, dict[int, Cell]] = field(default_factory=dict)
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def read(path: Path, card: str) -> Table | None:
         raise ValueError(f"the tuning table {path} cannot be read: {error}; remove it, or give access to it") from error
     try:
         table = _parse(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path} is not a tuning table ({what}); remove it, `forge bench tune` makes one") from error
     if table.card != card:
@@ -156,7 +157,7 @@ def _is_seen(path: Path) -> bool:
 
 
 def _parse(data: Any) -> Table:
-    if data["format"] != FORMAT:
+    if type(data["format"]) is not int or data["format"] != FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {FORMAT}")
     table = Table(str(data["card"]), [dict(run) for run in data["runs"]])
     for entry in data["entries"]:
@@ -169,17 +170,23 @@ def _parse(data: Any) -> Table:
             if cell["run"] not in range(len(table.runs)):
                 raise ValueError(f"there is no run {cell['run']!r}")
             us = {_choice(c["path"], c["config"]): _time(c["us"]) for c in cell["candidates"]}
-            cells[_positive(cell["tokens"])] = Cell(cell["run"], us)
+            kept = {choice: time for choice, time in us.items() if _is_known(choice)}
+            table.left_out += len(us) - len(kept)
+            if kept:
+                cells[_positive(cell["tokens"])] = Cell(cell["run"], kept)
     return table
 
 
 def _choice(path: str, config: Mapping[str, int]) -> Choice:
-    if path not in _FIELDS:
+    if path not in TUNABLE:
         raise ValueError(f"there is no path {path!r}")
-    unknown = config.keys() - _FIELDS[path]
-    if unknown:
-        raise ValueError(f"{path} has no field {', '.join(sorted(unknown))}")
     return choice(path, {name: _positive(value) for name, value in config.items()})
+
+
+def _is_known(candidate: Choice) -> bool:
+    """Whether the kernels of this version have what a table says of a candidate."""
+    limits = TUNABLE[candidate.path]
+    return all(value <= limits.get(name, 0) for name, value in candidate.config)
 
 
 def choice(path: str, config: Mapping[str, int]) -> Choice:
@@ -230,6 +237,11 @@ def in_force(card: str) -> dict[Key, dict[int, Cell]]:
     for table in (read(shipped_path(card), card), read(user_path(card), card)):
         for key, cells in table.entries.items() if table is not None else ():
             merged.setdefault(key, {}).update(cells)
+        if table is not None and table.left_out:
+            _LOG.warning(
+                "The tuning table for %s has %d candidates that these kernels do not have: they are left out; "
+                "`forge bench tune` measures anew.", card, table.left_out,
+            )  # fmt: skip
     return merged
 
 
@@ -276,10 +288,10 @@ def defaults(hopper: bool) -> Ranges:
 
     Guesses, to be replaced by `forge bench tune`, from one weight on one H200 (14336 x 4096, AdamW in bf16, us):
 
-        T                   128    512   2048   4096   16384
-        wgrad_step_hopper   194    207    420    752    2991
-        wgrad_step          287    343    630   1118    4225
-        chunked             328    387    592    944    3219
+        T                      128    512   2048   4096  16384
+        wgrad_step_hopper      185    200    398    719   2772
+        wgrad_step             283    340    624   1015   3924
+        chunked                332    389    590    930   2993
     """
     if hopper:
         return Ranges((32768,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")
@@ -288,7 +300,7 @@ def defaults(hopper: bool) -> Ranges:
 
 @cache
 def _say_how_to_measure(card: str) -> None:
-    logging.getLogger("fused_grad_optimizer").warning(
+    _LOG.warning(
         "FORGE has no tuning table for %s and guesses which kernel is fastest; `forge bench tune` makes one.", card
     )
 

@@ -389,8 +389,10 @@ def reason_to_decline(gradient: Gradient, n: int, k: int, targets: list[torch.Te
     inputs = [*gradient.dys, *gradient.xs]
     if inputs[0].dtype not in (torch.bfloat16, torch.float16):
         return f"inputs are {inputs[0].dtype}, and wgmma takes 16-bit ones in this layout"
-    if n == 0 or k == 0 or k % 16 or any(t.shape[0] == 0 for t in inputs):
-        return "columns not in multiples of 16 are not stored in whole vectors, or there is no token"
+    if n == 0 or k == 0 or any(t.shape[0] == 0 for t in inputs):
+        return "there is no token, or no weight"
+    if k % 16:
+        return "columns not in multiples of 16 are not stored in whole vectors"
     rows_apart = all(t.stride(0) % 8 == 0 and t.stride(0) >= t.shape[1] and t.data_ptr() % 16 == 0 for t in inputs)
     if not rows_apart or any(t.data_ptr() % 16 for t in targets):
         return "TMA needs rows that begin at multiples of 16 bytes, and not on each other"
