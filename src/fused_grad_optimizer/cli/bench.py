@@ -22,7 +22,8 @@ from fused_grad_optimizer.rules import get_rule
 from fused_grad_optimizer.storage import check_modes
 
 app = typer.Typer(
-    help="Measure kernels and whole steps against torch; results go to benchmarks/results/.", no_args_is_help=True
+    help="Measure kernels, whole steps and the host's part in them; results go to benchmarks/results/.",
+    no_args_is_help=True,
 )
 Text = str | None
 NOTHING_FAILED = ("ok", "out of memory", "out of memory (killed)")
@@ -141,6 +142,30 @@ def step(
         bench.config_of(settings)
         place = torch.device(settings.device)
         _measure(lambda say: bench.run(settings, methods, say), place, command, out, revision, parts)
+
+
+@app.command()
+def host(
+    layers: Annotated[int, _option("Layers of the model; times are a layer's share.", default=True)] = 64,
+    width: Annotated[int, _option("In and out features of each layer.", default=True)] = 256,
+    tokens: Annotated[int, _option("Tokens T.", default=True)] = 64,
+    rounds: Annotated[int, _option("Samples of each time; the median counts.", default=True)] = 60,
+    device: Annotated[Text, DEVICE] = None,
+    dtype: Annotated[Text, DTYPE] = None,
+    out: Annotated[Text, OUT] = None,
+    revision: Annotated[Text, REVISION] = None,
+) -> None:
+    """Host time of small layers and their updates, beside that of plain layers. Random data only.
+
+    On a GPU the device is never waited for, as long as the layers stay small; on a CPU times hold the computation.
+    """
+    options = {k: v for k, v in locals().items() if k not in ("out", "revision")}
+    with _usage_errors("host"):
+        from fused_grad_optimizer.cli.benchmarks import host as bench
+
+        settings = _host_settings(bench, options)
+        command = _command("host", options, {"layers": 64, "width": 256, "tokens": 64, "rounds": 60})
+        _measure(lambda say: bench.run(settings, say), settings.device, command, out, revision, ())
 
 
 def _measure(
@@ -268,3 +293,11 @@ def _step_settings(bench: Any, options: dict[str, Any]) -> tuple[Any, tuple[str,
     names = ("batch", "seq", "state", "weight", "lr", "warmup", "steps", "seed")
     given = {name: options[name] for name in names}
     return bench.StepSettings(model=options["model"] or default, dtype=dtype, device=device, **given), methods
+
+
+def _host_settings(bench: Any, options: dict[str, Any]) -> Any:
+    sizes = ("layers", "width", "tokens", "rounds")
+    _at_least(options, 1, *sizes)
+    device, dtype = _device(options)
+    given = {name: options[name] for name in sizes}
+    return bench.HostSettings(dtype=getattr(torch, dtype), device=torch.device(device), **given)

@@ -1,1 +1,1 @@
-"""What `forge bench` measures: single kernels and whole training steps, and how results are kept and shown."""
+"""What `forge bench` measures: single kernels, whole training steps, host time; how results are kept and shown."""

@@ -21,14 +21,15 @@ FOLDER = Path("benchmarks/results")
 
 
 def environment(device: torch.device, command: str, revision: str | None) -> dict[str, Any]:
-    """The card or processor, driver, versions, git revision, date and command of a run."""
-    cuda = device.type == "cuda"
+    """The card, processor, driver, versions, git revision, date and command of a run."""
+    cuda, processor = device.type == "cuda", _processor()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": command,
         "revision": revision or _git_revision(),
         "device": device.type,
-        "card": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "card": torch.cuda.get_device_name(device) if cuda else processor,
+        "processor": processor,
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "threads": None if cuda else torch.get_num_threads(),

@@ -34,7 +34,7 @@ def sheet(result: Result, only: Mapping[str, str] | None = None) -> Sheet:
     Raises:
         ValueError: the result is of no known kind, or `only` keeps nothing.
     """
-    makers = {"kernel": _kernel_sheet, "step": _step_sheet}
+    makers = {"kernel": _kernel_sheet, "step": _step_sheet, "host": _host_sheet}
     kind = result.get("kind")
     if kind not in makers:
         raise ValueError(f"a result of kind {kind!r}; {' or '.join(makers)} is needed")
@@ -201,3 +201,33 @@ def _worse(ours: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         if other[key] and ours[key] > SAME * other[key]:
             found.append(f"{ours['method']}: {ours[key] / other[key]:.2f}x the {what} of {other['method']}")
     return found
+
+
+# -- host time ---------------------------------------------------------------------------------------------------------
+
+
+def _host_sheet(result: Result) -> Sheet:
+    rows, failed = [], []
+    for entry in result["entries"]:
+        if entry["status"] != "ok":
+            rows.append([entry["name"], *[NONE] * 3])
+            failed.append(f"{entry['name']}: {entry['status']}")
+            continue
+        form = ".2f" if entry["us"] < 10 else _digits(entry["us"])
+        rows.append([entry["name"], *[_number(entry[key], form) for key in ("us", "least", "ninth_decile")]])
+    env = result["environment"]
+    width, rounds = result["width"], result["rounds"]
+    notes = [
+        f"{result['layers']} layers {width} x {width} without bias, {result['tokens']} tokens, {result['dtype']} where "
+        f"no line says otherwise; AdamW. us a layer, median of {rounds} round{'' if rounds == 1 else 's'} after "
+        f"{result['warmup']}, in one process.",
+        f"Host time, on {env['processor']}: the device is idle before each round and not waited for at its end."
+        if env["device"] == "cuda"
+        else "On a CPU updates are computed within these times, and so are forward and backward.",
+    ]
+    if any("launch" in entry["name"] for entry in result["entries"]):
+        notes.append("Launches are of the check for NaN and inf, one a layer.")
+    if result["refusals"]:
+        reasons = "; ".join(f"{name or 'all kernels'} ({reason})" for name, reason in result["refusals"].items())
+        notes.append(f"Not launched directly: {reasons}.")
+    return Sheet("Host time", ["what", "us a layer", "least", "9th decile"], rows, notes=notes, failed=failed)
