@@ -289,9 +289,9 @@ def defaults(hopper: bool) -> Ranges:
     Guesses, to be replaced by `forge bench tune`, from one weight on one H200 (14336 x 4096, AdamW in bf16, us):
 
         T                      128    512   2048   4096  16384
-        wgrad_step_hopper      185    200    398    719   2772
-        wgrad_step             283    340    624   1015   3924
-        chunked                332    389    590    930   2993
+        wgrad_step_hopper      186    205    413    731   2935
+        wgrad_step             281    340    620   1028   4117
+        chunked                329    391    592    886   3152
     """
     if hopper:
         return Ranges((32768,), (Choice(HOPPER), Choice(CHUNKED)), "a guess, not measured on this card")
