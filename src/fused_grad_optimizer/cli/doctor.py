@@ -90,15 +90,15 @@ def _layers_of(model: str) -> list[Layer]:
 
     with torch.device("meta"):
         built = random_model(load_config(path, needs_weights=False), torch.float32)
-    linears: dict[int, list[str]] = {}
-    weights = {id(weight): weight for weight in built.parameters()}
+    shared: dict[int, tuple[torch.Tensor, list[str]]] = {}  # holds the weights, so that their ids stay their own
     embeddings = {id(m.weight) for m in built.modules() if isinstance(m, torch.nn.Embedding)}
     for name, module in built.named_modules():
         if isinstance(module, (torch.nn.Linear, Conv1D)):
-            linears.setdefault(id(module.weight), []).append(re.sub(r"\b\d+\b", "*", name))
+            weight = module.weight
+            shared.setdefault(id(weight), (weight, []))[1].append(re.sub(r"\b\d+\b", "*", name))
     counts: collections.Counter[Layer] = collections.Counter()
-    for key, names in linears.items():
-        n, k = weights[key].shape
+    for key, (weight, names) in shared.items():
+        n, k = weight.shape
         counts[Layer(", ".join(dict.fromkeys(names)), n, k, len(names), key in embeddings)] += 1
     return [layer._replace(name=f"{layer.name} (x{count})") if count > 1 else layer for layer, count in counts.items()]
 
