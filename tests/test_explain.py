@@ -11,7 +11,7 @@ from torch import nn
 
 import fused_grad_optimizer as forge
 from fused_grad_optimizer.explain import explain
-from fused_grad_optimizer.kernels import dispatch
+from fused_grad_optimizer.kernels import dispatch, tuning
 from fused_grad_optimizer.kernels.configs import CHUNKED, HOPPER, PORTABLE
 
 BF16 = {"device": "cpu", "weight_dtype": torch.bfloat16}
@@ -52,6 +52,13 @@ def test_a_weight_that_several_layers_share(on_hopper):
     tied = explain(4096, 4096, 512, embedding=True, **BF16)
     assert tied.path == PORTABLE and "rows of an embedding" in tied.reason
     assert explain(4096, 4096, 8, uses=5, **BF16).path == PORTABLE  # more pairs than that kernel takes
+
+
+def test_rings_that_do_not_fit_are_not_said_to_run(on_hopper, monkeypatch):
+    large = tuning.choice(HOPPER, {"stages": 8, "slots": 4})
+    monkeypatch.setattr(tuning, "ranges", lambda *key: tuning.Ranges((), (large,), "a table"))
+    found = explain(4096, 4096, 512, **BF16)
+    assert found.path == HOPPER and "stages=8 does not fit here" in found.reason
 
 
 def test_rows_that_are_not_stored_in_whole_vectors(on_hopper):
@@ -95,8 +102,7 @@ def test_an_unknown_path_is_refused_before_anything_moves(value, when, monkeypat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
 def test_a_path_that_nothing_follows_is_said_once(monkeypatch):
-    if dispatch.forced() is None:
-        monkeypatch.setenv("FORGE_KERNEL", CHUNKED)
+    monkeypatch.setenv("FORGE_KERNEL", CHUNKED)
     model = small_model()
     optimizer = forge.fuse(model, "sgd", lr=0.1, when="step")
     model(torch.ones(3, 16)).sum().backward()

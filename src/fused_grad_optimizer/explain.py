@@ -8,6 +8,7 @@ import torch
 
 from fused_grad_optimizer._messages import shown
 from fused_grad_optimizer.kernels import Gradient, dispatch, tile_cpu, triton_reason
+from fused_grad_optimizer.kernels.configs import HOPPER
 from fused_grad_optimizer.rules import get_rule
 from fused_grad_optimizer.rules._rule import whole
 from fused_grad_optimizer.storage import check_modes, state_storage, weight_storage
@@ -62,7 +63,6 @@ def explain(
     storage = weight_storage(weight_dtype, weight)
     kept = state_storage(weight_dtype, state)
     about = f"{rule}, states in {kept.name}"
-    dispatch.forced()  # refuses an unknown path
     reason = triton_reason(device, weight_dtype)
     if reason is not None:
         dispatch.say_if_ignored(reason)
@@ -76,8 +76,11 @@ def explain(
     storages = [storage, *[kept] * states]
     targets = [_sample(1, k, s.dtype, device) for s in storages]
     stochastic = any(s.stochastic for s in storages)
-    plan = dispatch.plan(gradient, n, k, targets, stochastic=stochastic, tokens=uses * t)
-    return Explanation(plan.choice.path, f"{plan.reason}; T={uses * t}; {about}", plan.crossover)
+    tokens = uses * t
+    choice, reason, crossover = dispatch.plan(gradient, n, k, targets, stochastic=stochastic, tokens=tokens)
+    if choice.path == HOPPER and not dispatch.fits(choice, n, k, targets, tokens):
+        reason += f"; {choice} does not fit here, so the default configuration runs"
+    return Explanation(choice.path, f"{reason}; T={tokens}; {about}", crossover)
 
 
 def _checked(n: int, k: int, t: int, uses: int, device: torch.device | str, *dtypes: torch.dtype) -> torch.device:

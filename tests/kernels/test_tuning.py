@@ -277,11 +277,9 @@ def test_candidates_of_another_version_are_left_out(tables, on_card, path, chang
     assert [r.message for r in caplog.records if "2 candidates" in r.getMessage()] and len(caplog.records) == 1
 
 
-def test_rings_that_do_not_fit_are_not_said_to_run(tables, on_card):
-    on_card()
-    tables("user", table(entry({512: {choice(HOPPER, {"stages": 8, "slots": 4}): 1.0}})))
-    found = plan(4096, 4096, 512)
-    assert found.choice == H and "is not followed" in found.reason
+@pytest.mark.parametrize("path", CANDIDATES)
+def test_what_is_measured_may_stand_in_a_table(path):
+    assert all(tuning._is_known(choice(path, changes)) for changes in CANDIDATES[path])
 
 
 def test_nothing_changes_when_a_table_is_damaged(tables, on_card, monkeypatch):

@@ -37,9 +37,7 @@ from fused_grad_optimizer.kernels.factors import Gradient
 
 PATHS = (PORTABLE, HOPPER, CHUNKED)
 SHARED_MEMORY = 226 << 10  # bytes of a Hopper block, which may have 227 KiB, less its barriers
-
-
-_HOPPER_KERNEL: list[ModuleType | None] = []
+_HOPPER_KERNEL: list[ModuleType | None] = []  # what `hopper_kernel` gives, once it is known
 
 
 def hopper_kernel() -> ModuleType | None:
@@ -139,14 +137,10 @@ def plan(
     inputs, device = gradient.dys[0].element_size(), gradient.dys[0].device
     key = tuning.Key(tuple([t.element_size() for t in targets]), stochastic, inputs, n, k)
     found = tuning.ranges(_card(device), key, against is None)
-    tokens = sum([dy.shape[0] for dy in gradient.dys]) if tokens is None else tokens
-    choice = found.at(tokens)
+    choice = found.at(sum([dy.shape[0] for dy in gradient.dys]) if tokens is None else tokens)
     if choice.path == CHUNKED and against_chunks is not None:
         return Plan(tuning.Choice(PORTABLE if against else HOPPER), against_chunks)
     reason = found.reason if against is None else f"{found.reason}; not {HOPPER}: {against}"
-    if choice.path == HOPPER and choice.config and not fits(choice, n, k, targets, tokens):
-        reason += f"; its configuration is not followed, the kernel cannot have {choice}"
-        choice = tuning.Choice(HOPPER)
     return Plan(choice, reason, found.crossover)
 
 
